@@ -1,0 +1,135 @@
+"""Typed descriptions of a target and of a drafter, read from their `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dflash_trt.errors import InputError
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: base `theta`, and the checkpoint's scaling dictionary where there is one."""
+
+    theta: float
+    scaling: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """A decoder-only target. Sizes are counts of elements; `window` 0 means full attention."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    max_positions: int
+    tied_embeddings: bool
+    attention_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash drafter in the z-lab layout; `causal` holds for layers with a window only."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    max_positions: int
+    block: int
+    mask_id: int
+    taps: tuple[int, ...]
+    num_target_layers: int
+    attention_bias: bool = False
+    windows: tuple[int, ...] = ()
+    window_causal: bool = True
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def causal(self, layer: int) -> bool:
+        return self.window_causal and self.window(layer) > 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class ConfigReader:
+    """Reads keys of a `config.json`; an error names the key and the file it came from."""
+
+    values: Mapping[str, Any]
+    origin: str
+    seen: set[str] = field(default_factory=set)
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        value = self.get(key, default)
+        if value is None:
+            raise InputError(f"{self.origin}: the key '{key}' is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise InputError(
+                f"{self.origin}: '{key}' is {value!r}, not an integer of {minimum} or more"
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            what = "missing" if value is None else f"{value!r}, not a number"
+            raise InputError(f"{self.origin}: the key '{key}' is {what}")
+        return float(value)
+
+    def rope(self) -> Rope:
+        """`rope_parameters` (newer files) or `rope_theta` with `rope_scaling` (older ones)."""
+        parameters = dict(self.get("rope_parameters", None) or self.get("rope_scaling", None) or {})
+        theta = parameters.pop("rope_theta", None)
+        if theta is None:
+            theta = self.number("rope_theta", 10000.0)
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        return Rope(float(theta), None if kind == "default" else parameters)
+
+    def windows(self, num_layers: int) -> tuple[int, ...]:
+        """Sliding window of each layer from `layer_types`, 0 for full attention."""
+        types = self.get("layer_types", None)
+        if not types or all(kind == "full_attention" for kind in types):
+            return ()
+        if len(types) != num_layers:
+            raise InputError(
+                f"{self.origin}: 'layer_types' names {len(types)} layers, the model has {num_layers}"
+            )
+        size = self.integer("sliding_window")
+        known = {"full_attention": 0, "sliding_attention": size}
+        for kind in types:
+            if kind not in known:
+                raise InputError(f"{self.origin}: unknown layer type '{kind}'")
+        return tuple(known[kind] for kind in types)

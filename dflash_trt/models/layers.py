@@ -1,0 +1,110 @@
+"""Pieces that decoder layers of all architectures are made of.
+
+Activations are [B, S, H]. Linear weights are stored [in, out]: what a checkpoint holds as
+[out, in], concatenated over the sources and transposed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dflash_trt.models.graph import GraphWriter, Weight
+
+
+def rms_norm(
+    g: GraphWriter, x: str, size: int, source: str, eps: float, name: str, model: str
+) -> str:
+    weight = g.weight(Weight(f"{model}.{name}.weight", (size,), "norm", (source,), model=model))
+    return g.op("RMSNormalization", x, weight, name=name, axis=-1, epsilon=eps)
+
+
+def linear(
+    g: GraphWriter,
+    x: str,
+    shape: tuple[int, int],
+    sources: tuple[str, ...],
+    name: str,
+    model: str,
+    kind: str = "projection",
+    bias: bool = False,
+) -> str:
+    """x [.., in] @ w [in, out] (+ b); `sources` name checkpoint modules, stacked along out."""
+    tensors = tuple(f"{s}.weight" for s in sources)
+    weight = g.weight(
+        Weight(f"{model}.{name}.weight", shape, kind, tensors, transpose=True, model=model)
+    )
+    y = g.op("MatMul", x, weight, name=f"{name}.matmul" if bias else name)
+    if not bias:
+        return y
+    biases = tuple(f"{s}.bias" for s in sources)
+    b = g.weight(Weight(f"{model}.{name}.bias", (shape[1],), "bias", biases, model=model))
+    return g.op("Add", y, b, name=name)
+
+
+def split(g: GraphWriter, x: str, sizes: list[int], parts: str, name: str) -> list[str]:
+    """Cut the last axis into `sizes`; the pieces are called `name.part` for each of `parts`."""
+    outputs = [f"{g.scope}{name}.{part}" for part in parts.split()]
+    return list(
+        g.ops("Split", x, g.constant(sizes), outputs=outputs, name=f"{name}.split", axis=-1)
+    )
+
+
+def head_norm(
+    g: GraphWriter,
+    x: str,
+    heads: int,
+    head_dim: int,
+    source: str,
+    eps: float,
+    name: str,
+    model: str,
+) -> str:
+    """RMS norm over each head of x [B, S, heads*D], as Qwen3 and the drafter apply to q and k."""
+    by_head = g.op("Reshape", x, g.constant([0, 0, heads, head_dim]), name=f"{name}.split")
+    normed = rms_norm(g, by_head, head_dim, source, eps, name, model)
+    return g.op("Reshape", normed, g.constant([0, 0, heads * head_dim]), name=f"{name}.merge")
+
+
+def swiglu_mlp(
+    g: GraphWriter, x: str, hidden: int, inner: int, prefix: str, name: str, model: str
+) -> str:
+    """down(silu(gate(x)) * up(x)), gate and up as one matmul."""
+    both = linear(
+        g,
+        x,
+        (hidden, 2 * inner),
+        (f"{prefix}.gate_proj", f"{prefix}.up_proj"),
+        f"{name}.gate_up",
+        model,
+    )
+    gate, up = split(g, both, [inner, inner], "gate up", name)
+    activated = g.op("Mul", g.op("Swish", gate, name=f"{name}.silu"), up, name=f"{name}.act")
+    return linear(g, activated, (inner, hidden), (f"{prefix}.down_proj",), f"{name}.down", model)
+
+
+def rope_tables(g: GraphWriter, positions: int, head_dim: int, model: str) -> tuple[str, str]:
+    """cos and sin [positions, head_dim / 2], made from the model's rotary settings."""
+    shape = (positions, head_dim // 2)
+    cos = g.weight(Weight(f"{model}.rope.cos", shape, "rope_cos", (), model=model))
+    sin = g.weight(Weight(f"{model}.rope.sin", shape, "rope_sin", (), model=model))
+    return cos, sin
+
+
+def no_sinks(g: GraphWriter, heads: int) -> str:
+    return g.constant(np.full(heads, -np.inf), np.float32)
+
+
+def lm_head(g: GraphWriter, x: str, hidden: int, vocab: int, tied: bool, name: str) -> str:
+    """Logits over the vocabulary; one weight, shared by target and drafter under the same name."""
+    source = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    weight = g.weight(
+        Weight("lm_head.weight", (hidden, vocab), "lm_head", (source,), transpose=True)
+    )
+    return g.op("MatMul", x, weight, name=name)
+
+
+def embed(g: GraphWriter, tokens: str, hidden: int, vocab: int, name: str) -> str:
+    weight = g.weight(
+        Weight("embed_tokens.weight", (vocab, hidden), "embedding", ("model.embed_tokens.weight",))
+    )
+    return g.op("Gather", weight, tokens, name=name, axis=0)
