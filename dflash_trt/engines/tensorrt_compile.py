@@ -1,0 +1,137 @@
+"""The compiling process: one request in, plans and a report out, progress on standard output.
+
+Run as `python -m dflash_trt.engines.tensorrt_compile REQUEST.json` by `tensorrt_build`, which says
+what a crash in here means to the user. Each line of standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from dflash_trt.errors import InputError
+from dflash_trt.lowering.tensorrt import api, plugins, readback, writer
+from dflash_trt.lowering.tensorrt.plan import NetworkReport, PlanRequest
+
+
+def main(arguments: Sequence[str]) -> int:
+    request = json.loads(Path(arguments[0]).read_text())
+    try:
+        compile_all(request)
+    except InputError as error:
+        say(error=str(error))
+        return 2
+    return 0
+
+
+def say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def compile_all(request: dict[str, Any]) -> None:
+    """Compile every plan of a request and say its report."""
+    trt = api.load(request["backend"])
+    compiler = Compiler(trt, tuple(request["capabilities"]))
+    for item in request["plans"]:
+        plan = PlanRequest.from_json(item["request"])
+        say(stage="network", plan=plan.name)
+        started = time.monotonic()
+        report, data = compiler.compile(plan)
+        Path(item["path"]).write_bytes(data)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        seconds = time.monotonic() - started
+        say(
+            report=report.to_json(), plan=plan.name, seconds=seconds, peak_bytes=peak,
+            plan_bytes=len(data), compiler=trt.version,
+        )  # fmt: skip
+
+
+class Compiler:
+    """Builder, logger and plugin creators, kept alive for as long as anything is compiled."""
+
+    def __init__(self, loaded: api.Api, capabilities: tuple[int, ...]) -> None:
+        from dflash_plugins.base import register
+        from dflash_plugins.registry import KINDS
+
+        self.trt: Any = loaded.module
+        self.backend, self.capabilities = loaded.backend, capabilities
+        self.logger = _make_logger(self.trt)
+        self.builder = self.trt.Builder(self.logger)
+        self.settings: dict[str, dict[str, Any]] = {}
+        self.creators = register(self.trt, list(KINDS.values()), capabilities, self.settings)
+
+    def compile(self, plan: PlanRequest) -> tuple[NetworkReport, bytes]:
+        """Write, check and compile one network."""
+        graph = onnx.load(plan.graph).graph
+        flags = 1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+        definition = self.builder.create_network(flags)
+        nodes = writer.needed_nodes(graph, plan.outputs)
+        self.settings.clear()
+        spliced = plugins.splice(self.trt, definition, self.logger, nodes)
+        net = writer.write_network(
+            self.trt, definition, plan, graph, spliced, self.settings,
+            progress=lambda node: say(node=node),
+        )  # fmt: skip
+        readback.check_network(self.trt, definition, nodes)
+        say(stage="compile", plan=plan.name, layers=definition.num_layers)
+        data = self.builder.build_serialized_network(definition, self._config(definition, plan))
+        if data is None:
+            raise InputError(f"plan '{plan.name}': TensorRT could not compile it: {self._reason()}")
+        return net.report, bytes(data)
+
+    def _reason(self) -> str:
+        return self.logger.errors[-1] if self.logger.errors else "no reason was given"
+
+    def _config(self, definition: Any, plan: PlanRequest) -> Any:
+        trt = self.trt
+        config = self.builder.create_builder_config()
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        if self.backend == "tensorrt-rtx":
+            config.num_compute_capabilities = len(self.capabilities)
+            for index, capability in enumerate(self.capabilities):
+                kind = getattr(trt.ComputeCapability, f"SM{capability}")
+                config.set_compute_capability(kind, index)
+        config.add_optimization_profile(self._profile(definition, plan))
+        return config
+
+    def _profile(self, definition: Any, plan: PlanRequest) -> Any:
+        """The batch varies; other dimensions of the plan are fixed."""
+        profile = self.builder.create_optimization_profile()
+        for index in range(definition.num_inputs):
+            tensor = definition.get_input(index)
+            shape = tuple(tensor.shape)
+            if -1 in shape:
+                sizes = [
+                    tuple(batch if d == -1 else d for d in shape) for batch in plan.letters["B"]
+                ]
+                profile.set_shape(tensor.name, *sizes)
+        return profile
+
+
+def _make_logger(trt: Any) -> Any:
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        """Keeps errors; warnings go to standard error."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.errors.append(message)
+                say(trouble=message)
+            elif severity <= trt.ILogger.WARNING:
+                print(message, file=sys.stderr)
+
+    return Logger()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

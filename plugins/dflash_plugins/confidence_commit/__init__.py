@@ -1,0 +1,1 @@
+"""Which drafted slots one refinement pass settles."""

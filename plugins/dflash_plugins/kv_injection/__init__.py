@@ -1,0 +1,1 @@
+"""New keys and values into the draft caches, in place."""

@@ -1,0 +1,1 @@
+"""How much of a block the target agrees with, and its own next token."""

@@ -1,0 +1,1 @@
+"""Reductions over the vocabulary that several plugins share."""
