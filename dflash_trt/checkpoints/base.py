@@ -1,0 +1,47 @@
+"""What a checkpoint offers, whatever file format it comes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from dflash_trt.config import TargetConfig
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """Tokenizer (the `tokenizers` JSON) and chat template (Jinja source) of a target."""
+
+    tokenizer_json: str
+    chat_template: str
+    bos_token: str
+    eos_token: str
+
+
+class TensorSource(Protocol):
+    """Named tensors in the Hugging Face naming and layout, read one at a time."""
+
+    origin: str
+
+    def names(self) -> frozenset[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as fp32, or in its stored integer type."""
+        ...
+
+    def digest(self) -> str:
+        """SHA-256 over the content of the files, as `sha256:<hex>`."""
+        ...
+
+
+class TargetCheckpoint(Protocol):
+    """A target: its configuration, its tensors and how its text is made."""
+
+    config: TargetConfig
+    tensors: TensorSource
+
+    def text_format(self) -> TextFormat: ...

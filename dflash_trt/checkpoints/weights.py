@@ -1,0 +1,62 @@
+"""From checkpoint tensors to the weights of a graph, following the graph's table, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dflash_trt.checkpoints.base import TensorSource
+from dflash_trt.config import DrafterConfig, TargetConfig
+from dflash_trt.errors import InputError
+from dflash_trt.models.graph import Weight
+from dflash_trt.models.rope import rope_tables
+
+
+class WeightLoader:
+    """Makes the weights that a graph's table asks for, from a target and a drafter checkpoint."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, TensorSource],
+        configs: Mapping[str, TargetConfig | DrafterConfig],
+    ) -> None:
+        self._sources = sources
+        self._configs = configs
+
+    def check(self, weights: Sequence[Weight]) -> None:
+        """Compare all names and shapes before anything is read; name the first that is off."""
+        for weight in weights:
+            if weight.sources:
+                self._check_one(weight)
+
+    def _check_one(self, weight: Weight) -> None:
+        source = self._sources[weight.model]
+        for name in weight.sources:
+            if name not in source.names():
+                raise InputError(f"{source.origin}: the tensor '{name}' is missing")
+        shapes = [source.shape(name) for name in weight.sources]
+        if weight.kind == "norm" and len(weight.shape) == 2:
+            shapes = [(1, *shape) for shape in shapes]
+        rows = sum(shape[0] for shape in shapes)
+        made = (rows, *shapes[0][1:])
+        made = made[::-1] if weight.transpose else made
+        if made != weight.shape or any(shape[1:] != shapes[0][1:] for shape in shapes):
+            found = ", ".join(f"'{n}' {list(source.shape(n))}" for n in weight.sources)
+            raise InputError(
+                f"{source.origin}: {found} cannot make {weight.name} of shape {list(weight.shape)}"
+            )
+
+    def load(self, weight: Weight) -> np.ndarray:
+        """The weight as a contiguous fp32 array of `weight.shape`."""
+        if weight.kind.startswith("rope_"):
+            return self._rope(weight)
+        source = self._sources[weight.model]
+        parts = [source.read(name) for name in weight.sources]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.ascontiguousarray(whole.T if weight.transpose else whole).reshape(weight.shape)
+
+    def _rope(self, weight: Weight) -> np.ndarray:
+        config = self._configs[weight.model]
+        cos, sin = rope_tables(config.rope, config.head_dim, weight.shape[0])
+        return cos if weight.kind == "rope_cos" else sin

@@ -1,0 +1,81 @@
+"""dflash-trt bench: acceptance and speed of an engine directory over prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from dflash_trt.bench.compare import Comparison, compare
+from dflash_trt.bench.prompts import read_prompts
+from dflash_trt.runtime.generate import GenerationOptions, Runtime
+
+
+def add_parser(verbs: argparse._SubParsersAction) -> None:
+    parser = verbs.add_parser(
+        "bench",
+        help="measure acceptance and speed over prompts",
+        description="Measure acceptance and speed over prompts, one request at a time, greedy.",
+    )
+    parser.add_argument("engine", type=Path, metavar="DIR", help="engine directory")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, metavar="FILE.jsonl",
+        help="one JSON object per line, with prompt, question or messages",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=int, help="use the first N prompts")
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, help="tokens per answer (default: 128)"
+    )
+    parser.add_argument(
+        "--block",
+        type=int,
+        help="tokens per verify call, 2 to the engine's (default: the engine's)",
+    )
+    parser.add_argument(
+        "--compare-autoregressive", action="store_true",
+        help="decode every prompt without drafting too: speed-up, c, and whether tokens are equal",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    runtime = Runtime.load(args.engine)
+    prompts = [runtime.prompt_ids(p) for p in read_prompts(args.prompts, args.limit)]
+    options = GenerationOptions(args.max_tokens, width=args.block)
+    console = Console(stderr=True)
+    done = iter(track(range(len(prompts)), "bench", console=console))
+    next(done)
+    result = compare(
+        runtime, prompts, options, args.compare_autoregressive, lambda _: next(done, None)
+    )
+    report = result.report()
+    Console().print(_table(report))
+    _print_differences(result, console)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table("figure", "value")
+    for key, value in report.items():
+        if isinstance(value, dict):
+            shown = ", ".join(f"{k} {v}" for k, v in value.items())
+        elif isinstance(value, list):
+            shown = " ".join(f"{x:.2f}" for x in value)
+        else:
+            shown = str(value)
+        table.add_row(key, shown)
+    return table
+
+
+def _print_differences(result: Comparison, console: Console) -> None:
+    if result.plain:
+        for prompt, position in result.differences():
+            console.print(f"prompt {prompt}: tokens differ from position {position}")

@@ -1,0 +1,90 @@
+"""dflash-trt build: compile a target and its drafter into an engine directory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from time import perf_counter
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dflash_trt.checkpoints import open_drafter, open_target
+from dflash_trt.engines.build import CPU_PRECISIONS, BuildOptions, build_cpu
+from dflash_trt.errors import InputError
+from dflash_trt.recipes import Recipe, find_recipe, packaged_file, recipe_names
+
+
+def add_parser(verbs: argparse._SubParsersAction) -> None:
+    parser = verbs.add_parser(
+        "build",
+        help="compile a target and its drafter into an engine directory",
+        description="Compile a target and its DFlash drafter into a pair of engines.",
+    )
+    parser.add_argument(
+        "--target",
+        required=True,
+        metavar="NAME|PATH",
+        help=f"a recipe ({', '.join(recipe_names())}), a Hugging Face folder, or a GGUF file",
+    )
+    parser.add_argument(
+        "--drafter", type=Path, metavar="PATH", help="drafter folder (default: the recipe's)"
+    )
+    parser.add_argument("--block", type=int, help="tokens per verify call (default: the recipe's)")
+    parser.add_argument(
+        "--precision", help=f"{', '.join(CPU_PRECISIONS)} (default: the recipe's, or fp32)"
+    )
+    parser.add_argument(
+        "--passes",
+        type=int,
+        default=1,
+        help="refinement passes of the drafter, 1 or 2 (default: 1)",
+    )
+    parser.add_argument(
+        "--max-seq-len", type=int, help="tokens of prompt and answer together (default: 2048)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="engine directory (default: engines/NAME)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    recipe = _recipe(args.target, args.drafter)
+    target = open_target(_target_path(recipe))
+    drafter = open_drafter((args.drafter or recipe.folder / recipe.drafter).resolve())
+    precision = args.precision or recipe.precision
+    options = BuildOptions(
+        name=f"{recipe.name}-{precision}",
+        block=args.block or min(recipe.block or drafter.config.block, drafter.config.block),
+        precision=precision,
+        passes=args.passes,
+        max_seq_len=args.max_seq_len or recipe.max_seq_len,
+        chat_arguments=recipe.chat_arguments,
+    )
+    out = args.output or Path("engines") / options.name
+    console = Console(stderr=True)
+    begin = perf_counter()
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+    ) as bar:
+        task = bar.add_task("read checkpoints", total=None)
+        build_cpu(target, drafter, options, out, lambda what: bar.update(task, description=what))
+        bar.update(task, description="done", total=1, completed=1)
+    console.print(f"{out}: built in {perf_counter() - begin:.1f} s", highlight=False)
+    return 0
+
+
+def _recipe(target: str, drafter: Path | None) -> Recipe:
+    path = Path(target)
+    if not path.exists():
+        return find_recipe(target)
+    if drafter is None:
+        raise InputError(f"{target}: a target given as a path needs --drafter PATH")
+    return Recipe(name=path.stem.lower(), folder=Path(), target=target, drafter="", block=0)
+
+
+def _target_path(recipe: Recipe) -> Path:
+    if recipe.package:
+        return packaged_file(recipe.package, recipe.file)
+    return (recipe.folder / recipe.target).resolve()

@@ -1,0 +1,185 @@
+"""Compile lowered graphs for ONNX Runtime on the CPU: optimised model files and one weights file.
+
+ONNX Runtime packs matrices into the layout of its kernels when it loads a model. For what both
+models use (the lm_head) the packed form is stored too: both sessions then map the same pages and it
+is in memory once. Anything else packed stays private to its session and is not stored. The packed
+layout belongs to an ONNX Runtime version and a kind of CPU; engine.json records both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import helper
+
+ALIGNMENT = 4096  # a page: what is mapped starts on one
+WEIGHTS_FILE = "weights.bin"
+_INLINE_LIMIT = 1024  # bytes; smaller initializers stay in the model file
+
+Arrays = Callable[[str], dict[str, np.ndarray]]
+
+
+@dataclass
+class WeightsFile:
+    """Appends aligned blobs to a file; equal content is stored once."""
+
+    path: Path
+    known: dict[bytes, int] = field(default_factory=dict)
+
+    def append(self, file: BinaryIO, blob: memoryview) -> int:
+        """Offset of `blob` in the file."""
+        digest = hashlib.sha256(blob).digest()
+        if digest not in self.known:
+            file.write(b"\0" * (-file.tell() % ALIGNMENT))
+            self.known[digest] = file.tell()
+            file.write(blob)
+        return self.known[digest]
+
+
+def compile_models(
+    models: Mapping[str, onnx.ModelProto],
+    weights: Mapping[str, Arrays],
+    folder: Path,
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Write `<name>.onnx` for each of `models` and one weights file into `folder`.
+
+    `weights` tells for each weight name the arrays that the lowered models call by their names
+    (`name`, or `name.q`, `name.scale`, `name.zero` for integer blocks).
+    """
+    raw = folder / "raw.bin"
+    placed = _write_raw(raw, weights, progress)
+    shared = _shared_inputs(models.values())
+    merged = WeightsFile(folder / WEIGHTS_FILE)
+    with merged.path.open("wb") as file:
+        for name, model in models.items():
+            progress(f"compile {name}")
+            optimised = _optimise(_with_raw_weights(model, placed), folder, name)
+            _move_blobs(optimised, folder / f"{name}.packed.bin", merged, file, shared)
+            (folder / f"{name}.packed.bin").unlink()
+            (folder / f"{name}.onnx").write_bytes(optimised.SerializeToString())
+    raw.unlink()
+
+
+@dataclass(frozen=True)
+class _Placed:
+    dtype: int
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def _write_raw(
+    path: Path, weights: Mapping[str, Arrays], progress: Callable[[str], None]
+) -> dict[str, _Placed]:
+    """One weight after the other into a raw file; only one is in memory at a time."""
+    placed: dict[str, _Placed] = {}
+    with path.open("wb") as file:
+        for name, arrays in weights.items():
+            progress(f"weights {name}")
+            for label, array in arrays(name).items():
+                file.write(b"\0" * (-file.tell() % ALIGNMENT))
+                dtype = helper.np_dtype_to_tensor_dtype(array.dtype)
+                placed[label] = _Placed(dtype, array.shape, file.tell(), array.nbytes)
+                file.write(np.ascontiguousarray(array).data)
+    return placed
+
+
+def _with_raw_weights(model: onnx.ModelProto, placed: Mapping[str, _Placed]) -> onnx.ModelProto:
+    """The model with an external initializer for every weight name it uses."""
+    wired = onnx.ModelProto()
+    wired.CopyFrom(model)
+    used = {name for node in model.graph.node for name in node.input}
+    for name in sorted(used & placed.keys()):
+        p = placed[name]
+        tensor = onnx.TensorProto(name=name, data_type=p.dtype, dims=p.shape)
+        _set_location(tensor, "raw.bin", p.offset, p.length)
+        wired.graph.initializer.append(tensor)
+    return wired
+
+
+def _set_location(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> None:
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    values = {"location": location, "offset": str(offset), "length": str(length)}
+    for key, value in values.items():
+        tensor.external_data.add(key=key, value=value)
+
+
+def _optimise(model: onnx.ModelProto, folder: Path, name: str) -> onnx.ModelProto:
+    """Let ONNX Runtime optimise the graph and save it with packed weights in a file of its own."""
+    source, saved = folder / f"{name}.raw.onnx", folder / f"{name}.opt.onnx"
+    source.write_bytes(model.SerializeToString())
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(saved)
+    options.log_severity_level = 3
+    for key, value in {
+        "session.save_external_prepacked_constant_initializers": "1",
+        "session.optimized_model_external_initializers_file_name": f"{name}.packed.bin",
+        "session.optimized_model_external_initializers_min_size_in_bytes": str(_INLINE_LIMIT),
+    }.items():
+        options.add_session_config_entry(key, value)
+    ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    optimised = onnx.load(saved, load_external_data=False)
+    source.unlink()
+    saved.unlink()
+    return optimised
+
+
+def _shared_inputs(models: Iterable[onnx.ModelProto]) -> set[str]:
+    """Names that nodes of all models read."""
+    return set.intersection(
+        *({name for node in m.graph.node for name in node.input} for m in models)
+    )
+
+
+def _move_blobs(
+    model: onnx.ModelProto, packed: Path, merged: WeightsFile, file: BinaryIO, shared: set[str]
+) -> None:
+    """Point every external initializer to the merged file, packed forms only of what is shared."""
+    data = np.memmap(packed, np.uint8, "r")
+
+    def moved(offset: int, length: int) -> int:
+        return merged.append(file, memoryview(data[offset : offset + length]))
+
+    for tensor in model.graph.initializer:
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        entries = {e.key: e.value for e in tensor.external_data}
+        keep = tensor.name in shared
+        blobs = {k: v for k, v in entries.items() if keep and k.startswith("prepacked_")}
+        offset, length = int(entries["offset"]), int(entries["length"])
+        del tensor.external_data[:]
+        _set_location(tensor, WEIGHTS_FILE, moved(offset, length), length)
+        for key, value in blobs.items():
+            tensor.external_data.add(key=key, value=_moved_entry(value, moved))
+
+
+def _moved_entry(value: str, moved: Callable[[int, int], int]) -> str:
+    """`key|offset;length;padded|..` with every offset moved.
+
+    The format is ONNX Runtime's (`PrepackedWeightsForGraph`): a kernel key, then one group of
+    offset, length and padding for each packed buffer.
+    """
+    key, *groups = value.split("|")
+    out = []
+    for group in groups:
+        offset, length, padding = (int(n) for n in group.split(";"))
+        out.append(f"{moved(offset, length)};{length};{padding}")
+    return "|".join([key, *out])
+
+
+def session_options(threads: int) -> Any:
+    """Options for a compiled model: nothing is optimised again."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    return options

@@ -1,0 +1,101 @@
+"""Counting what a generation did. Times are seconds, rates tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_trt.runtime.cycle import StepResult
+
+
+@dataclass
+class GenerationMetrics:
+    """One request. `tokens` counts what was returned; acceptance counts what cycles committed."""
+
+    prompt_tokens: int = 0
+    tokens: int = 0
+    cycles: int = 0
+    committed: int = 0
+    drafted: int = 0
+    accepted_by_slot: list[int] = field(default_factory=list)
+    drafted_by_slot: list[int] = field(default_factory=list)
+    ttft: float = 0.0
+    decode_seconds: float = 0.0
+    host_seconds: float = 0.0
+
+    def count(self, step: StepResult) -> None:
+        self.cycles += 1
+        self.committed += len(step.committed)
+        self.drafted += step.drafted
+        missing = step.drafted - len(self.drafted_by_slot)
+        self.drafted_by_slot += [0] * missing
+        self.accepted_by_slot += [0] * missing
+        for slot in range(step.drafted):
+            self.drafted_by_slot[slot] += 1
+            self.accepted_by_slot[slot] += slot < step.accepted
+
+    def add(self, other: GenerationMetrics) -> None:
+        """Sum of two requests."""
+        for name in ("prompt_tokens", "tokens", "cycles", "committed", "drafted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("ttft", "decode_seconds", "host_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in (
+            (self.accepted_by_slot, other.accepted_by_slot),
+            (self.drafted_by_slot, other.drafted_by_slot),
+        ):
+            mine += [0] * (len(theirs) - len(mine))
+            for slot, count in enumerate(theirs):
+                mine[slot] += count
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens committed per cycle, the target's own included."""
+        return self.committed / self.cycles if self.cycles else 0.0
+
+    @property
+    def acceptance_per_slot(self) -> list[float]:
+        """For each drafted slot, the share of cycles in which it was accepted."""
+        pairs = zip(self.accepted_by_slot, self.drafted_by_slot, strict=True)
+        return [accepted / drafted for accepted, drafted in pairs]
+
+    @property
+    def drafts_wasted(self) -> int:
+        return self.drafted - (self.committed - self.cycles)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens per second; the first token belongs to the prefill."""
+        return (self.tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def seconds_per_cycle(self) -> float:
+        return self.decode_seconds / self.cycles if self.cycles else 0.0
+
+    @property
+    def host_share(self) -> float:
+        """Share of the decoding time that was spent outside the engines."""
+        return self.host_seconds / self.decode_seconds if self.decode_seconds else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "acceptance_length": round(self.acceptance_length, 3),
+            "acceptance_per_slot": [round(x, 3) for x in self.acceptance_per_slot],
+            "drafts_wasted": self.drafts_wasted,
+            "cycles": self.cycles,
+            "host_share": round(self.host_share, 4),
+            "ttft_ms": round(self.ttft * 1e3, 2),
+            "tpot_ms": round(1e3 / self.tokens_per_second, 3) if self.tokens_per_second else 0.0,
+        }
+
+
+def total(metrics: Iterable[GenerationMetrics]) -> GenerationMetrics:
+    """All requests as one."""
+    whole = GenerationMetrics()
+    for one in metrics:
+        whole.add(one)
+    return whole

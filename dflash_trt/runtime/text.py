@@ -1,0 +1,78 @@
+"""Tokens to text and back: chat template, tokenizer, incremental detokenisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from dflash_trt.errors import InputError
+
+Message = Mapping[str, Any]
+
+
+class TextCodec:
+    """The tokenizer and chat template of an engine directory."""
+
+    def __init__(self, folder: Path, chat_arguments: Mapping[str, Any]) -> None:
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals.update(raise_exception=_raise, strftime_now=_now)
+        self._template = environment.from_string((folder / "chat_template.jinja").read_text())
+        self._arguments = dict(chat_arguments)
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of `messages` with the assistant's turn open behind them."""
+        try:
+            text = self._template.render(
+                messages=messages, add_generation_prompt=True, **self._arguments
+            )
+        except TemplateError as error:
+            raise InputError(f"the chat template refuses these messages: {error}") from None
+        return self.ids(text)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of `text` as it is; special tokens in it count as such."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self) -> TextStream:
+        return TextStream(self._tokenizer)
+
+
+class TextStream:
+    """Text of tokens as they come; never half a character, never taken back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._emitted = ""
+        self._ids: list[int] = []
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that `ids` complete."""
+        self._ids += ids
+        new = "".join(self._stream.step(self._tokenizer, i) or "" for i in ids)
+        self._emitted += new
+        return new
+
+    def finish(self) -> str:
+        """What was held back: a last incomplete character shows as the replacement character."""
+        whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return whole.removeprefix(self._emitted) if whole.startswith(self._emitted) else ""
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
