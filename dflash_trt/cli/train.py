@@ -25,7 +25,8 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         help="train a drafter for a target",
         description="Train a DFlash drafter on the target's own answers. Needs the extra [train].",
     )
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)} (default: all)")
+    which = f"{', '.join(STEPS)} (default: all)"
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=which)
     parser.add_argument("--target", required=True, metavar="NAME|PATH")
     parser.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl")
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR")
@@ -47,7 +48,8 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
 
 def _number(parser: argparse.ArgumentParser, flag: str, what: str) -> None:
     default: Any = _DEFAULT[flag[2:].replace("-", "_")]
-    parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default: {default})")
+    told = f"{what} (default: {default})"
+    parser.add_argument(flag, type=type(default), default=default, help=told)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,12 +58,9 @@ def run(args: argparse.Namespace) -> int:
     steps = [s for s in STEPS if not args.steps or s in args.steps]
     if "fit" in steps:
         _need_torch()
-    try:
-        training = Training(_options(args))
-        for step in steps:
-            _run_step(training, step)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    training = Training(_options(args))
+    for step in steps:
+        _run_step(training, step)
     return 0
 
 

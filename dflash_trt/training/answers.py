@@ -1,0 +1,57 @@
+"""Answer files: one JSON line per answer, and the test that throws loops out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from dflash_trt.errors import InputError
+
+MAX_PERIOD = 64
+MIN_LOOP = 24
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of the target: ``prompt`` is the line number in the prompts file."""
+
+    prompt: int
+    sample: int
+    domain: str
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+
+
+def loops(ids: Sequence[int]) -> bool:
+    """True where the answer ends in a cycle: at least 2.5 periods and ``MIN_LOOP`` tokens of it."""
+    return any(_periodic(ids, period) for period in range(1, MAX_PERIOD + 1))
+
+
+def _periodic(ids: Sequence[int], period: int) -> bool:
+    need = max(MIN_LOOP, (5 * period + 1) // 2)
+    if len(ids) < need:
+        return False
+    tail = ids[-need:]
+    return all(tail[i] == tail[i - period] for i in range(period, need))
+
+
+def read_answers(path: Path) -> Iterator[Answer]:
+    """Whole lines of an answers file; a torn last line (killed writer) is not an answer."""
+    known = {f.name for f in fields(Answer)}
+    with path.open() as file:
+        for number, line in enumerate(file):
+            if not line.endswith("\n"):
+                return
+            raw = json.loads(line)
+            if set(raw) != known:
+                wrong = ", ".join(sorted(set(raw) ^ known))
+                raise InputError(f"{path}:{number + 1} has missing or unknown keys: {wrong}")
+            raw["prompt_ids"], raw["ids"] = tuple(raw["prompt_ids"]), tuple(raw["ids"])
+            yield Answer(**raw)
+
+
+def answer_line(answer: Answer) -> str:
+    """The line that :func:`read_answers` reads back."""
+    return json.dumps(asdict(answer), separators=(",", ":")) + "\n"

@@ -1,0 +1,93 @@
+"""The recipe of a training run: everything that decides the result, in one TOML file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.errors import InputError
+
+OPTIMIZERS = ("adamw", "muon")
+
+
+class RecipeError(InputError):
+    """A recipe with an unknown key or a value outside its range."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Defaults are the published ones (context before the anchor, weights exp(-(k-1)/gamma),
+    AdamW 6e-4 with a cosine), sized for a target of 100-200M parameters on a CPU."""
+
+    seed: int = 0
+    layers: int = 3
+    block: int = 8
+    taps: tuple[int, ...] = ()  # empty: spread over the target, last one near the end
+    mask_token: int = -1  # negative: the recipe of the build names it, or it is an error
+    sequences: int = 4  # per step
+    anchors: int = 64  # per sequence and step, redrawn each time
+    steps: int = 2000
+    optimizer: str = "adamw"  # or "muon" (matrices; vectors stay with adamw)
+    learning_rate: float = 6e-4
+    final_rate: float = 0.02  # share of learning_rate that the cosine ends at
+    warmup: int = 50
+    weight_decay: float = 0.01
+    beta2: float = 0.95
+    clip: float = 1.0
+    gamma: float = 4.0
+    reveal: float = 0.0  # share of blocks that show part of themselves, for two-pass drafting
+    negatives: int = 2048  # unseen tokens drawn into the loss each step; 0: seen tokens only
+    full_vocabulary: bool = False
+    held_out: int = 50  # every n-th prompt is kept for measuring
+    bf16: bool = True
+    compile: bool = False  # fuse the step with torch.compile: minutes to start, then faster
+    start: str = ""  # a drafter folder to go on from; empty: the target's last layers
+
+    def __post_init__(self) -> None:
+        positive = ("layers", "sequences", "anchors", "steps", "learning_rate", "gamma", "clip")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise RecipeError(f"recipe: {name} must be positive, got {getattr(self, name)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise RecipeError(f"recipe: optimizer {self.optimizer!r} is none of {OPTIMIZERS}")
+        if self.block < 2:
+            raise RecipeError(f"recipe: block must be at least 2, got {self.block}")
+        if not 0 <= self.reveal <= 1:
+            raise RecipeError(f"recipe: reveal must lie in 0..1, got {self.reveal}")
+        if self.held_out < 2:
+            raise RecipeError(f"recipe: held_out must be at least 2, got {self.held_out}")
+
+
+def recipe_from(raw: dict[str, Any], source: str) -> Recipe:
+    """Build a recipe from parsed keys; unknown ones are named."""
+    known = {f.name for f in fields(Recipe)}
+    if unknown := sorted(set(raw) - known):
+        raise RecipeError(f"{source} has unknown keys: {', '.join(unknown)}")
+    if "taps" in raw:
+        raw = {**raw, "taps": tuple(raw["taps"])}
+    return Recipe(**raw)
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a TOML recipe."""
+    try:
+        return recipe_from(tomllib.loads(path.read_text()), str(path))
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not TOML: {error}") from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """TOML text that :func:`load_recipe` reads back to an equal recipe."""
+    return "".join(f"{k} = {json.dumps(v)}\n" for k, v in asdict(recipe).items())
+
+
+def resolve_taps(recipe: Recipe, count: int, target_layers: int) -> Recipe:
+    """Fill in taps where the recipe leaves them open: ``count`` of them, even, up to L-2."""
+    if recipe.taps:
+        return recipe
+    last = target_layers - 2
+    taps = sorted({round(1 + i * (last - 1) / max(count - 1, 1)) for i in range(count)})
+    return replace(recipe, taps=tuple(taps) if count > 1 else (last,))

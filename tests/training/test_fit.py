@@ -1,0 +1,143 @@
+"""The loop: it learns, it resumes without a trace, and it notices a shift."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import toy
+
+from dflash_trt.errors import InputError
+from dflash_trt.training.acceptance import Acceptance
+from dflash_trt.training.card import plot_curve, write_card
+from dflash_trt.training.fit import (
+    FitOptions,
+    Trainer,
+    fit,
+    learning_rate,
+    load_checkpoint,
+    save_checkpoint,
+    split,
+)
+from dflash_trt.training.objective import Vocabulary, slot_weights
+from dflash_trt.training.zlab import load
+
+
+def trainer(folder, shift=0, **changes) -> Trainer:
+    torch.set_num_threads(1)
+    return Trainer(
+        toy.recipe(**changes), toy.shape(), toy.store(folder, shift=shift), toy.weights()
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_repeating_pattern_is_learnt_to_nearly_the_whole_block(tmp_path, optimizer):
+    rate = {"adamw": 3e-3, "muon": 2e-2}[optimizer]
+    one = trainer(tmp_path / "store", optimizer=optimizer, learning_rate=rate)
+    before = one.held_out_acceptance(10)["cycle"].tau
+    out = tmp_path / "run"
+    found = fit(one, FitOptions(out, measure_every=50, measure_sequences=10))
+    assert before < 1.5
+    assert found["cycle"].tau >= 3.6  # block 4; the last cycle of an answer is cut short
+    write_card(out / "drafter", one.drafter.shape, one.recipe, one.store, found)
+    plot_curve(out / "curve.csv", out / "curve.png")
+    assert "| cycle |" in (out / "drafter" / "README.md").read_text()
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert load(out / "drafter").shape == one.drafter.shape
+
+
+def test_choices_one_row_off_collapse_acceptance(tmp_path):
+    """The silent fault: labels shifted by one. The pattern is then never accepted past a token."""
+    one = trainer(tmp_path / "bad", shift=1, steps=60)
+    for _ in range(60):
+        one.step()
+    good = trainer(tmp_path / "good", steps=60)
+    good.drafter.load_state_dict(one.drafter.state_dict())
+    assert good.held_out_acceptance(10)["cycle"].tau < 1.2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_equals_no_interruption(tmp_path, optimizer):
+    whole = trainer(tmp_path / "a", optimizer=optimizer)
+    losses = [whole.step()[0] for _ in range(14)]
+    first = trainer(tmp_path / "b", optimizer=optimizer)
+    resumed = [first.step()[0] for _ in range(6)]
+    save_checkpoint(first, tmp_path / "run")
+    second = trainer(tmp_path / "c", optimizer=optimizer)
+    assert load_checkpoint(second, tmp_path / "run")
+    resumed += [second.step()[0] for _ in range(8)]
+    assert resumed == losses
+    for a, b in zip(whole.drafter.parameters(), second.drafter.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
+    save_checkpoint(trainer(tmp_path / "a"), tmp_path / "run")
+    other = trainer(tmp_path / "b", seed=5)
+    with pytest.raises(InputError, match="was made with another recipe"):
+        load_checkpoint(other, tmp_path / "run")
+
+
+def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(tmp_path):
+    a, b, c = (trainer(tmp_path / n, seed=s) for n, s in (("a", 0), ("b", 0), ("c", 1)))
+    assert a.step() == b.step()
+    assert a.step() != c.step()
+
+
+def test_held_out_prompts_are_never_trained_on(tmp_path):
+    store = toy.store(tmp_path)
+    train, held = split(store, toy.recipe())
+    assert {s.prompt for s in held} == {4, 9, 14, 19}
+    assert not {s.prompt for s in train} & {s.prompt for s in held}
+
+
+def test_going_on_from_a_drafter_of_another_shape_is_refused(tmp_path):
+    out = tmp_path / "run"
+    fit(trainer(tmp_path / "a", steps=1), FitOptions(out))
+    start = str(out / "drafter")
+    again = trainer(tmp_path / "b", start=start)
+    assert torch.equal(again.drafter.fc.weight, load(out / "drafter").fc.weight)
+    with pytest.raises(InputError, match="the recipe asks for"):
+        Trainer(replace(again.recipe, block=3), toy.shape(block=3), again.store, toy.weights())
+
+
+def test_learning_rate_warms_up_then_falls_along_a_cosine():
+    recipe = toy.recipe(warmup=10, steps=110, learning_rate=1.0, final_rate=0.1)
+    rates = [learning_rate(recipe, s) for s in range(111)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.55)
+    assert rates[110] == pytest.approx(0.1)
+
+
+def test_slot_weights_are_the_published_ones():
+    expected = [0.0, 1.0, np.exp(-1 / 4), np.exp(-2 / 4)]
+    assert slot_weights(4, 4.0).tolist() == pytest.approx(expected)
+
+
+def test_the_softmax_holds_all_seen_tokens_and_some_unseen():
+    recipe = toy.recipe(negatives=3)
+    vocabulary = Vocabulary.of(np.array([-1, 4, 2], np.int32), 10, recipe)
+    drawn = vocabulary.draw(np.random.default_rng(0)).tolist()
+    assert drawn[:2] == [2, 4]
+    assert len(set(drawn)) == 5
+    full = Vocabulary.of(np.array([1], np.int32), 10, toy.recipe(full_vocabulary=True))
+    assert full.draw(np.random.default_rng(0)).tolist() == list(range(10))
+
+
+def replayed(hits: list[list[int]], block: int = 3) -> Acceptance:
+    found = Acceptance(block)
+    found.replay(np.asarray(hits, bool), first=0)
+    return found
+
+
+def test_replay_walks_the_cycles():
+    """Rejected at once, all accepted, and cut short by the end of the answer."""
+    found = replayed([[0, 1], [1, 1], [0, 0], [0, 0], [1, 0]])
+    # anchor 0: nothing accepted, 1 token; anchor 1: two accepted, 3 tokens; anchor 4: last token
+    assert (found.cycles, found.tokens) == (3, 5)
+    assert found.tau == pytest.approx(5 / 3)
+    assert found.asked.tolist() == [0, 3, 2]
+    assert found.right.tolist() == [0, 2, 1]
