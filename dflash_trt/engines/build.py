@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint, check_pair
 from dflash_trt.checkpoints.weights import WeightLoader
@@ -28,12 +28,25 @@ from dflash_trt.models.graph import SourceGraph, Weight
 from dflash_trt.models.llama import target_graph
 from dflash_trt.quantization.integer_blocks import quantize
 
-# Bits of each kind of weight on the CPU; what is not named stays fp32. lm_head is over a fifth of
-# the bytes of a small model, so it takes part.
-CPU_PRECISIONS: Mapping[str, Mapping[str, int]] = {
-    "fp32": {},
-    "int8": {"projection": 8, "lm_head": 8},
-    "int4": {"projection": 4, "lm_head": 4},
+_BYTES = {"projection": 8, "lm_head": 8}
+_NIBBLES = {"projection": 4, "lm_head": 4}
+
+
+@dataclass(frozen=True)
+class CpuPrecision:
+    """Bits per kind of weight, for target and drafter; kinds that are not named stay fp32."""
+
+    target: Mapping[str, int]
+    drafter: Mapping[str, int]
+
+
+# The target's precision decides the output, the drafter's only how often it is right: even the fp32
+# engine drafts in int8, where half of a draft call is the lm_head. lm_head is over a fifth of the
+# bytes of a small model, so the integer engines store it in integers too.
+CPU_PRECISIONS: Mapping[str, CpuPrecision] = {
+    "fp32": CpuPrecision({}, _BYTES),
+    "int8": CpuPrecision(_BYTES, _BYTES),
+    "int4": CpuPrecision(_NIBBLES, _BYTES),
 }
 
 
@@ -113,7 +126,7 @@ def build_cpu(
         known = ", ".join(CPU_PRECISIONS)
         raise InputError(f"precision '{options.precision}': the CPU engine offers {known}")
     sources = source_graphs(target, drafter, options)
-    bits = CPU_PRECISIONS[options.precision]
+    precision = CPU_PRECISIONS[options.precision]
     manifest = describe(
         target, drafter, options, sources,
         backend="cpu", requirements=cpu.requirements(),
@@ -122,33 +135,43 @@ def build_cpu(
     with new_directory(out) as folder:
         write_sources(folder, target, sources)
         models = {
-            "target": _lowered(sources.target, bits),
-            "drafter": _lowered(sources.drafter, bits),
+            "target": lower(sources.target, precision.target)[0],
+            "drafter": lower(sources.drafter, precision.drafter)[0],
         }
-        arrays = _integer_weights(sources, bits)
-        compile_models(models, {name: arrays for name in sources.weights}, folder, progress)
+        compile_models(models, _stored_forms(sources, precision), folder, progress)
         progress("hash files")
         write_manifest(folder, manifest)
     return manifest
 
 
-def _lowered(source: SourceGraph, bits: Mapping[str, int]) -> onnx.ModelProto:
-    model, _ = lower(source, bits)
-    return model
+def _stored_forms(
+    sources: Sources, precision: CpuPrecision
+) -> dict[str, Callable[[], dict[str, np.ndarray]]]:
+    """For each weight what makes the arrays that the lowered models read, in every form needed."""
+    bits: dict[str, set[int | None]] = {name: set() for name in sources.weights}
+    for graph, by_kind in (
+        (sources.target, precision.target),
+        (sources.drafter, precision.drafter),
+    ):
+        for weight in graph.weights:
+            bits[weight.name].add(by_kind.get(weight.kind))
 
-
-def _integer_weights(
-    sources: Sources, bits: Mapping[str, int]
-) -> Callable[[str], dict[str, np.ndarray]]:
-    def arrays(name: str) -> dict[str, np.ndarray]:
-        weight = sources.weights[name]
+    def arrays(weight: Weight) -> dict[str, np.ndarray]:
         array = sources.loader.load(weight)
-        if weight.kind not in bits:
-            return {name: array}
-        parts = quantize(array, bits[weight.kind])
-        return dict(zip((f"{name}.q", f"{name}.scale", f"{name}.zero"), parts, strict=True))
+        made: dict[str, np.ndarray] = {}
+        for width in bits[weight.name]:
+            made |= (
+                {weight.name: array} if width is None else integer_form(weight.name, array, width)
+            )
+        return made
 
-    return arrays
+    return {name: partial(arrays, weight) for name, weight in sources.weights.items()}
+
+
+def integer_form(name: str, array: np.ndarray, bits: int) -> dict[str, np.ndarray]:
+    """The three arrays that a MatMulNBits node of the CPU lowering reads for a weight."""
+    labels = (f"{name}.{part}{bits}" for part in ("q", "scale", "zero"))
+    return dict(zip(labels, quantize(array, bits), strict=True))
 
 
 def write_sources(folder: Path, target: TargetCheckpoint, sources: Sources) -> None:

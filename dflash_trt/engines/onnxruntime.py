@@ -7,6 +7,7 @@ draft to verify. Caches are bound as input and output at once and are written in
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,9 +54,10 @@ class OnnxRuntimePair:
     """
 
     def __init__(self, path: Path, threads: int = 0, verify: bool = True) -> None:
-        """`threads` 0 takes all cores. `verify` compares every file with its hash first."""
+        """`threads` 0: one per core of this process. `verify`: compare every file with its hash."""
         self.manifest = read_manifest(path, verify)
         check_requirements(path, self.manifest, requirements())
+        threads = threads or len(os.sched_getaffinity(0))
         self._target = self._session(path / "target.onnx", threads)
         self._drafter = self._session(path / "drafter.onnx", threads)
         self._target_caches = self._caches(self._target)

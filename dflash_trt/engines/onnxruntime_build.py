@@ -23,7 +23,7 @@ ALIGNMENT = 4096  # a page: what is mapped starts on one
 WEIGHTS_FILE = "weights.bin"
 _INLINE_LIMIT = 1024  # bytes; smaller initializers stay in the model file
 
-Arrays = Callable[[str], dict[str, np.ndarray]]
+Arrays = Callable[[], dict[str, np.ndarray]]
 
 
 @dataclass
@@ -51,8 +51,7 @@ def compile_models(
 ) -> None:
     """Write `<name>.onnx` for each of `models` and one weights file into `folder`.
 
-    `weights` tells for each weight name the arrays that the lowered models call by their names
-    (`name`, or `name.q`, `name.scale`, `name.zero` for integer blocks).
+    `weights` makes for each weight the arrays that the lowered models read, by their names.
     """
     raw = folder / "raw.bin"
     placed = _write_raw(raw, weights, progress)
@@ -84,7 +83,7 @@ def _write_raw(
     with path.open("wb") as file:
         for name, arrays in weights.items():
             progress(f"weights {name}")
-            for label, array in arrays(name).items():
+            for label, array in arrays().items():
                 file.write(b"\0" * (-file.tell() % ALIGNMENT))
                 dtype = helper.np_dtype_to_tensor_dtype(array.dtype)
                 placed[label] = _Placed(dtype, array.shape, file.tell(), array.nbytes)

@@ -18,6 +18,7 @@ import onnx
 
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import api, plugins, readback, writer
+from dflash_trt.lowering.tensorrt.network import Network
 from dflash_trt.lowering.tensorrt.plan import NetworkReport, PlanRequest
 
 
@@ -81,7 +82,7 @@ class Compiler:
         )  # fmt: skip
         readback.check_network(self.trt, definition, nodes)
         say(stage="compile", plan=plan.name, layers=definition.num_layers)
-        data = self.builder.build_serialized_network(definition, self._config(definition, plan))
+        data = self.builder.build_serialized_network(definition, self._config(net))
         if data is None:
             raise InputError(f"plan '{plan.name}': TensorRT could not compile it: {self._reason()}")
         return net.report, bytes(data)
@@ -89,7 +90,7 @@ class Compiler:
     def _reason(self) -> str:
         return self.logger.errors[-1] if self.logger.errors else "no reason was given"
 
-    def _config(self, definition: Any, plan: PlanRequest) -> Any:
+    def _config(self, net: Network) -> Any:
         trt = self.trt
         config = self.builder.create_builder_config()
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
@@ -98,20 +99,19 @@ class Compiler:
             for index, capability in enumerate(self.capabilities):
                 kind = getattr(trt.ComputeCapability, f"SM{capability}")
                 config.set_compute_capability(kind, index)
-        config.add_optimization_profile(self._profile(definition, plan))
+        config.add_optimization_profile(self._profile(net))
         return config
 
-    def _profile(self, definition: Any, plan: PlanRequest) -> Any:
-        """The batch varies; other dimensions of the plan are fixed."""
+    def _profile(self, net: Network) -> Any:
+        """Smallest, usual and largest size of every input that varies."""
         profile = self.builder.create_optimization_profile()
-        for index in range(definition.num_inputs):
-            tensor = definition.get_input(index)
-            shape = tuple(tensor.shape)
-            if -1 in shape:
-                sizes = [
-                    tuple(batch if d == -1 else d for d in shape) for batch in plan.letters["B"]
-                ]
-                profile.set_shape(tensor.name, *sizes)
+        for name, dimensions in net.dimensions.items():
+            sizes = [
+                tuple(d if isinstance(d, int) else net.request.letters[d][i] for d in dimensions)
+                for i in range(3)
+            ]
+            if sizes[0] != sizes[2]:
+                profile.set_shape(name, *sizes)
         return profile
 
 

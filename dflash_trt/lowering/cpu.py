@@ -113,10 +113,10 @@ def _matmul(state: Lowering, node: onnx.NodeProto) -> bool:
     if weight is None or weight.kind not in state.bits:
         return False
     inner, outer = weight.shape
-    parts = [node.input[0], *(f"{weight.name}.{part}" for part in ("q", "scale", "zero"))]
+    bits = state.bits[weight.kind]
+    stored = [f"{weight.name}.{part}{bits}" for part in ("q", "scale", "zero")]
     state.emit(
-        "MatMulNBits", parts, list(node.output), CONTRIB, K=inner, N=outer,
-        bits=state.bits[weight.kind], block_size=32, accuracy_level=4,
+        "MatMulNBits", [node.input[0], *stored], list(node.output), CONTRIB, K=inner, N=outer, bits=bits, block_size=32, accuracy_level=4,
     )  # fmt: skip
     return True
 

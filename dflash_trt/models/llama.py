@@ -32,16 +32,16 @@ def target_graph(config: TargetConfig, taps: tuple[int, ...], positions: int) ->
     for layer in range(c.num_layers):
         x = _layer(g, c, x, lengths, tables, layer)
         outputs.append(x)
-    features = g.op("Concat", *(outputs[tap] for tap in taps), name="tapped", axis=-1)
-    g.output(features, "features", TensorProto.FLOAT, ["B", "S", len(taps) * c.hidden_size])
+    g.op("Concat", *(outputs[tap] for tap in taps), name="features", axis=-1)
+    g.declare_output("features", TensorProto.FLOAT, ["B", "S", len(taps) * c.hidden_size])
 
     index = g.op("Unsqueeze", rows, g.constant([-1]), name="rows.index")
     read = g.op("GatherND", x, index, name="rows.hidden", batch_dims=1)
     normed = layers.rms_norm(
         g, read, c.hidden_size, "model.norm.weight", c.rms_norm_eps, "norm", MODEL
     )
-    logits = layers.lm_head(g, normed, c.hidden_size, c.vocab_size, c.tied_embeddings, "lm_head")
-    g.output(logits, "logits", TensorProto.FLOAT, ["B", "W", c.vocab_size])
+    logits = layers.lm_head(g, normed, c.hidden_size, c.vocab_size, c.tied_embeddings, "logits")
+    g.declare_output(logits, TensorProto.FLOAT, ["B", "W", c.vocab_size])
     g.ops(
         "SpeculativeVerify", logits, tokens, rows, lengths,
         outputs=["accepted", "anchor", "context"], name="verify", domain=DOMAIN,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from dflash_trt.engines.onnxruntime import PREFILL_CHUNK, Call
 from dflash_trt.engines.onnxruntime_build import compile_models, session_options
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.cpu import lower
+from dflash_trt.models.graph import Weight
 from dflash_trt.models.llama import target_graph
 
 KEY_FILE = "target.json"
@@ -55,12 +57,15 @@ def prepare_engine(
     graph = target_graph(target.config, tuple(taps), capacity)
     loader = WeightLoader({"target": target.tensors}, {"target": target.config})
     loader.check(graph.weights)
-    weights = {w.name: w for w in graph.weights}
-    arrays = {name: lambda n: {n: loader.load(weights[n])} for name in weights}
+    arrays = {w.name: partial(_array, loader, w) for w in graph.weights}
     model, _ = lower(graph, {})
     with new_directory(folder) as out:
         compile_models({"target": model}, arrays, out)
         (out / KEY_FILE).write_text(wanted)
+
+
+def _array(loader: WeightLoader, weight: Weight) -> dict[str, np.ndarray]:
+    return {weight.name: loader.load(weight)}
 
 
 class SlotEngine:

@@ -39,6 +39,7 @@ class Network:
     request: PlanRequest
     report: NetworkReport = field(default_factory=NetworkReport)
     values: dict[str, Any] = field(default_factory=dict)
+    dimensions: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     folded: dict[str, np.ndarray] = field(default_factory=dict)
     plugins: dict[str, Any] = field(default_factory=dict)
     kept: list[np.ndarray] = field(default_factory=list)

@@ -91,6 +91,7 @@ def _add_inputs(net: Network, graph: onnx.GraphProto, nodes: Sequence[onnx.NodeP
 def _add_input(net: Network, value: onnx.ValueInfoProto, is_cache: bool) -> None:
     name, kind = value.name, value.type.tensor_type
     shape = [_dimension(net, d) for d in kind.shape.dim]
+    net.dimensions[name] = tuple(d.dim_param or d.dim_value for d in kind.shape.dim)
     dtype = TENSOR_TYPES.get(kind.elem_type, net.request.activations)
     if name in net.request.weights:
         if linear.precision_of(net, name) != "bf16":
