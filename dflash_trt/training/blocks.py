@@ -102,7 +102,8 @@ def make_batch(
 ) -> Batch:
     """Pad sequences and anchors to the longest and stack them."""
     count = max(len(a) for a in anchors)
-    rows = max(int(a.max()) for a in anchors)  # no row at or after the last anchor is ever seen
+    # Drafts see rows before their anchor; the teacher reads on to the row before the last slot.
+    rows = max(int(a.max()) for a in anchors) + block - 1
     taps = np.zeros((len(sequences), rows, store.meta.width), np.uint16)
     tokens = np.full((len(sequences), count, block), store.meta.mask_token, np.int64)
     labels = np.full((len(sequences), count, block), NO_LABEL, np.int64)

@@ -19,10 +19,11 @@ from dflash_trt.errors import InputError
 from dflash_trt.training import zlab
 from dflash_trt.training.acceptance import Acceptance, measure
 from dflash_trt.training.blocks import Batch, anchor_range, draw_anchors, make_batch
-from dflash_trt.training.drafter import Drafter, DrafterShape, warm_start
-from dflash_trt.training.objective import Vocabulary, asked_slots, batch_tau, weighted_loss
+from dflash_trt.training.drafter import Drafter, DrafterShape, block_positions, warm_start
+from dflash_trt.training.objective import Asked, Vocabulary, asked_slots, batch_tau, weighted_loss
 from dflash_trt.training.recipe import Recipe, dump_recipe, load_recipe
 from dflash_trt.training.store import FeatureStore, Sequence
+from dflash_trt.training.teacher import Teacher
 
 CURVE_COLUMNS = ("step", "seconds", "learning_rate", "loss", "train_tau", "domain", "held_out_tau")
 
@@ -100,6 +101,8 @@ class Trainer:
         self.embedding = target["model.embed_tokens.weight"].float().to(self.device)
         head = target.get("lm_head.weight", target["model.embed_tokens.weight"])
         self.head = head.to(self.device, torch.bfloat16 if recipe.bf16 else torch.float32)
+        teach = recipe.distill > 0
+        self.teacher = Teacher(shape, target, self.device) if teach else None
         self.train, self.held_out = split(store, recipe)
         self.vocabulary = Vocabulary.of(np.asarray(store.greedy), len(self.embedding), recipe)
         self.optimizers = make_optimizers(self.drafter, recipe)
@@ -125,9 +128,18 @@ class Trainer:
         if epoch != self._epoch:
             self._epoch, self._plan = epoch, plan_epoch(self.train, self.recipe, epoch)
         chosen = self._plan[place]
-        anchors = [draw_anchors(s, self.recipe.anchors, rng) for s in chosen]
-        block, reveal = self.drafter.shape.block, self.recipe.reveal
-        return make_batch(self.store, chosen, anchors, block, reveal, rng).to(self.device)
+        block, count = self._extent()
+        anchors = [draw_anchors(s, count, rng) for s in chosen]
+        return make_batch(self.store, chosen, anchors, block, self.recipe.reveal, rng).to(
+            self.device
+        )
+
+    def _extent(self) -> tuple[int, int]:
+        """(block length, anchors per sequence) of the coming step; all steps cost the same."""
+        recipe, whole = self.recipe, self.drafter.shape.block
+        if not recipe.slots or self.done % recipe.whole_every == 0:
+            return whole, max(recipe.anchors * (recipe.slots or whole) // whole, 1)
+        return recipe.slots, recipe.anchors
 
     def step(self) -> tuple[float, float]:
         """One optimiser step; returns (loss, acceptance length on the batch)."""
@@ -139,11 +151,22 @@ class Trainer:
         blocks = self.embedding[batch.tokens]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.bf16):
             loss, right = self._loss(
-                self.drafter, taps, blocks, batch.anchors, asked, self.head[chosen]
-            )
+                self.drafter, taps, blocks, batch.anchors, asked, self.head[chosen],
+                self._taught(taps, batch, asked), recipe.distill,
+            )  # fmt: skip
         loss.backward()
         self._update()
         return float(loss.detach()), batch_tau(right, asked, batch.labels)
+
+    def _taught(self, taps: Tensor, batch: Batch, asked: Asked) -> Tensor | None:
+        """The target's hidden state behind the row before each asked slot, [N, H]."""
+        if self.teacher is None:
+            return None
+        hidden = self.teacher(taps[..., -self.drafter.shape.hidden :])
+        block = batch.labels.shape[-1]
+        rows = block_positions(batch.anchors, block).flatten()[asked.index] - 1
+        sequence = asked.index // (block * batch.anchors.shape[1])
+        return hidden[sequence, rows].to(self.head.dtype)
 
     def _update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip)

@@ -73,12 +73,22 @@ def weighted_loss(
     anchors: Tensor,
     asked: Asked,
     head: Tensor,
+    taught: Tensor | None = None,
+    distill: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted cross entropy over head [C, H], and which slots were right, bool [N]."""
+    """Weighted cross entropy over head [C, H], and which slots were right, bool [N].
+
+    ``taught`` [N, H]: the target's last hidden state behind each asked slot; a share ``distill``
+    of the loss is then cross entropy to the distribution that it gives.
+    """
     hidden = drafter(taps, blocks, anchors).flatten(0, 2)[asked.index]
     logits = F.linear(hidden.to(head.dtype), head).float()
     mine = logits.gather(-1, asked.labels[:, None])[:, 0]
-    loss = ((logits.logsumexp(-1) - mine) * asked.weights).sum()
+    wanted = mine
+    if taught is not None:
+        soft = F.linear(taught, head).float().softmax(-1)
+        wanted = (1 - distill) * mine + distill * (soft * logits).sum(-1)
+    loss = ((logits.logsumexp(-1) - wanted) * asked.weights).sum()
     return loss, mine.detach() >= logits.detach().amax(-1)
 
 

@@ -38,6 +38,9 @@ class Recipe:
     beta2: float = 0.95
     clip: float = 1.0
     gamma: float = 4.0
+    slots: int = 0  # positions of a block in most steps, the first ones; 0: always all of them
+    whole_every: int = 4  # with slots: every n-th step trains whole blocks, fewer of them
+    distill: float = 0.0  # share of the loss that is cross entropy to the target's distribution
     reveal: float = 0.0  # share of blocks that show part of themselves, for two-pass drafting
     negatives: int = 2048  # unseen tokens drawn into the loss each step; 0: seen tokens only
     full_vocabulary: bool = False
@@ -47,7 +50,10 @@ class Recipe:
     start: str = ""  # a drafter folder to go on from; empty: the target's last layers
 
     def __post_init__(self) -> None:
-        positive = ("layers", "sequences", "anchors", "steps", "learning_rate", "gamma", "clip")
+        positive = (
+            "layers", "sequences", "anchors", "steps", "learning_rate", "gamma", "clip",
+            "whole_every",
+        )  # fmt: skip
         for name in positive:
             if getattr(self, name) <= 0:
                 raise RecipeError(f"recipe: {name} must be positive, got {getattr(self, name)}")
@@ -55,8 +61,11 @@ class Recipe:
             raise RecipeError(f"recipe: optimizer {self.optimizer!r} is none of {OPTIMIZERS}")
         if self.block < 2:
             raise RecipeError(f"recipe: block must be at least 2, got {self.block}")
-        if not 0 <= self.reveal <= 1:
-            raise RecipeError(f"recipe: reveal must lie in 0..1, got {self.reveal}")
+        for name in ("reveal", "distill"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RecipeError(f"recipe: {name} must lie in 0..1, got {getattr(self, name)}")
+        if self.slots and not 2 <= self.slots <= self.block:
+            raise RecipeError(f"recipe: slots must lie in 2..block, got {self.slots}")
         if self.held_out < 2:
             raise RecipeError(f"recipe: held_out must be at least 2, got {self.held_out}")
 

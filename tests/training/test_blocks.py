@@ -87,4 +87,4 @@ def test_batch_positions_tokens_and_padding(tmp_path):
     assert batch.tokens[0, 1].tolist() == [text[20], toy.MASK, toy.MASK, toy.MASK]
     assert batch.labels[0, 1].tolist() == [NO_LABEL, *text[21:24]]
     assert (batch.labels[1, 1] == NO_LABEL).all()
-    assert batch.taps.shape == (2, 20, store.meta.width)  # rows 0..19: all before the last anchor
+    assert batch.taps.shape == (2, 23, store.meta.width)  # up to the row before the last slot

@@ -21,7 +21,7 @@ from dflash_trt.training.fit import (
     save_checkpoint,
     split,
 )
-from dflash_trt.training.objective import Vocabulary, slot_weights
+from dflash_trt.training.objective import Vocabulary, asked_slots, slot_weights
 from dflash_trt.training.zlab import load
 
 
@@ -141,3 +141,37 @@ def test_replay_walks_the_cycles():
     assert found.tau == pytest.approx(5 / 3)
     assert found.asked.tolist() == [0, 3, 2]
     assert found.right.tolist() == [0, 2, 1]
+
+
+def test_steps_on_the_first_slots_alternate_with_whole_blocks(tmp_path):
+    one = trainer(tmp_path, slots=2, whole_every=3, anchors=8)
+    shapes = []
+    for _ in range(6):
+        shapes.append(tuple(one.batch().labels.shape[1:]))
+        one.done += 1
+    assert shapes == [(4, 4), (8, 2), (8, 2)] * 2
+
+
+def test_the_teacher_is_asked_for_the_row_before_each_slot(tmp_path):
+    """A shift would teach the token beside the right one."""
+    one = trainer(tmp_path, steps=1)
+    one.teacher = lambda last_tap: teaching(one, last_tap)
+    batch = one.batch()
+    chosen = torch.arange(toy.VOCAB)
+    asked = asked_slots(batch, chosen, toy.VOCAB, 4.0)
+    taught = one._taught(batch.taps.float(), batch, asked)
+    assert torch.equal((taught @ one.head.T).argmax(-1), asked.labels)
+
+
+def teaching(one: Trainer, last_tap: torch.Tensor) -> torch.Tensor:
+    """Hidden states whose argmax is the token that follows: found by the tap of each token."""
+    taps, tokens = np.asarray(one.store.taps)[:, -toy.HIDDEN :], np.asarray(one.store.tokens)
+    known = torch.from_numpy(taps.view(np.int16).copy()).view(torch.bfloat16).float()
+    distance = torch.cdist(last_tap, known[None])
+    following = (torch.from_numpy(tokens.astype(np.int64)) + 1) % toy.PERIOD
+    return one.head[following[distance.argmin(-1)]] * 10
+
+
+def test_distilling_needs_a_tap_near_the_end(tmp_path):
+    with pytest.raises(InputError, match=r"distill needs the layers \[2\] behind the last tap"):
+        trainer(tmp_path, distill=0.5)
