@@ -41,7 +41,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         help="refinement passes of the drafter, 1 or 2 (default: 1)",
     )
     parser.add_argument(
-        "--max-seq-len", type=int, help="tokens of prompt and answer together (default: 2048)"
+        "--max-seq-len", type=int, help="tokens of prompt and answer together (default: 2048, or what the target takes)"
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="engine directory (default: engines/NAME)"
@@ -54,12 +54,13 @@ def run(args: argparse.Namespace) -> int:
     target = open_target(_target_path(recipe))
     drafter = open_drafter((args.drafter or recipe.folder / recipe.drafter).resolve())
     precision = args.precision or recipe.precision
+    block = args.block if args.block is not None else recipe.block or drafter.config.block
     options = BuildOptions(
         name=f"{recipe.name}-{precision}",
-        block=args.block or min(recipe.block or drafter.config.block, drafter.config.block),
+        block=block,
         precision=precision,
         passes=args.passes,
-        max_seq_len=args.max_seq_len or recipe.max_seq_len,
+        max_seq_len=args.max_seq_len or min(recipe.max_seq_len, target.config.max_positions - block),
         chat_arguments=recipe.chat_arguments,
     )
     out = args.output or Path("engines") / options.name

@@ -1,0 +1,60 @@
+"""The commands of the README on the real model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.cli import main
+
+QUESTIONS = [
+    {"question": "A pen costs 3 dollars and a book costs 12. What do two pens and a book cost?"},
+    {"prompt": "Name two planets."},
+    {"messages": [{"role": "user", "content": "What is the capital of Italy?"}]},
+]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n")
+    return path
+
+
+def test_run_prints_the_answer_and_the_figures(
+    smollm2_engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = "What is the capital of France?"
+    assert main(["run", str(smollm2_engine), question, "--compare"]) == 0
+    text, _, figures = capsys.readouterr().out.strip().rpartition("\n\n")
+    assert "Paris" in text
+    for part in ("tokens/s", "acceptance length", "drafts wasted", "speed-up"):
+        assert part in figures
+    assert main(["run", str(smollm2_engine), question, "--json", "--no-draft"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["text"] == text
+    assert answer["finish_reason"] == "stop"
+
+
+def test_bench_reports_everything(smollm2_engine: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    arguments = ["bench", smollm2_engine, "--prompts", prompts, "--max-tokens", 40, "--json", out]
+    assert main([*map(str, arguments), "--compare-autoregressive"]) == 0
+    report = json.loads(out.read_text())
+    assert report["prompts"] == 3
+    assert report["lossless"] == {"prompts": 3, "different": 0}
+    assert 1 < report["acceptance_length"] <= 8
+    assert len(report["acceptance_per_slot"]) == 7
+    assert set(report["tokens_per_second"]) == {"autoregressive", "dflash"}
+    for key in ("drafts_wasted", "cycle_cost", "host_share", "speedup", "ttft_ms", "tpot_ms"):
+        assert report[key] > 0
+    assert report["host_share"] < 0.05
+
+
+def test_inspect(smollm2_engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(smollm2_engine)]) == 0
+    out = capsys.readouterr().out
+    assert "verifies 8, drafts 7 tokens per cycle" in out
+    assert "weights.bin" in out
