@@ -11,15 +11,34 @@ from dflash_trt.errors import InputError
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: base `theta`, and the checkpoint's scaling dictionary where there is one."""
+    """Rotary embedding: base `theta`, and the checkpoint's scaling dictionary if it has one."""
 
     theta: float
     scaling: Mapping[str, Any] | None = None
 
+    @property
+    def kind(self) -> str:
+        scaling = self.scaling or {}
+        return str(scaling.get("rope_type", scaling.get("type", "default")))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of `count` experts, `per_token` of them chosen; see the op `MixtureOfExperts`."""
+
+    count: int
+    per_token: int
+    alpha: float = 1.702
+    limit: float = 7.0
+
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """A decoder-only target. Sizes are counts of elements; `window` 0 means full attention."""
+    """A decoder-only target. Sizes are counts of elements; `window` 0 means full attention.
+
+    vocab_size: rows of embedding and lm_head; tokens: entries of the tokenizer where those rows are
+    more, else 0.
+    """
 
     architecture: str
     vocab_size: int
@@ -37,6 +56,14 @@ class TargetConfig:
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    attention_sinks: bool = False
+    experts: Experts | None = None
+    tokens: int = 0
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that exist: logits behind them are padding and never leave the graph."""
+        return self.tokens or self.vocab_size
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -115,8 +142,8 @@ class ConfigReader:
         theta = parameters.pop("rope_theta", None)
         if theta is None:
             theta = self.number("rope_theta", 10000.0)
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        return Rope(float(theta), None if kind == "default" else parameters)
+        rope = Rope(float(theta), parameters)
+        return rope if rope.kind != "default" else Rope(rope.theta)
 
     def windows(self, num_layers: int) -> tuple[int, ...]:
         """Sliding window of each layer from `layer_types`, 0 for full attention."""
@@ -125,7 +152,7 @@ class ConfigReader:
             return ()
         if len(types) != num_layers:
             raise InputError(
-                f"{self.origin}: 'layer_types' names {len(types)} layers, the model has {num_layers}"
+                f"{self.origin}: 'layer_types' names {len(types)} layers instead of {num_layers}"
             )
         size = self.integer("sliding_window")
         known = {"full_attention": 0, "sliding_attention": size}

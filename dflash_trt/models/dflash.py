@@ -98,7 +98,7 @@ def _refine(
     tables: tuple[str, str],
     passes: int,
 ) -> tuple[str, str]:
-    """`passes` runs of the block; each settles an equal share of the slots, the last one the rest."""
+    """`passes` runs of the block; each settles an equal share of the slots, the last the rest."""
     slots = g.op("Shape", masks, name="slots", start=1, end=2)
     share = g.op("Div", slots, g.constant([passes]), name="share")
     flags = {"to": TensorProto.BOOL}
@@ -110,9 +110,7 @@ def _refine(
         g.scope = f"p{index}."
         block = g.op("Concat", first, drafts, name="block", axis=1)
         hidden = _block(g, c, target, block, context, caches, tables)
-        logits = layers.lm_head(
-            g, hidden, target.hidden_size, target.vocab_size, target.tied_embeddings, "lm_head"
-        )
+        logits = layers.lm_head(g, hidden, target, "lm_head")
         drafts, committed = g.ops(
             "ConfidenceCommit", logits, drafts, committed, slots if last else share,
             outputs=[f"p{index}.drafts", f"p{index}.committed"], name="commit",

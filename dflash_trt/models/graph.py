@@ -1,4 +1,4 @@
-"""Writing a source graph: nodes with readable names, weights as inputs, and the table of weights."""
+"""Writing a source graph: nodes with readable names, weights as inputs, a table of weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from dflash_trt import ops
 class Weight:
     """One weight input of a graph and how it is made from checkpoint tensors.
 
-    `sources` are concatenated along axis 0 and transposed where `transpose` is set. `kind` says what
-    the weight is for and with that which precision recipes apply to it:
-    `projection`, `fc`, `lm_head`, `embedding`, `norm`, `bias`, `rope_cos`, `rope_sin` (computed from
-    the rotary settings of `model`, no sources). `model` is `target` or `drafter`.
+    `sources` are concatenated along axis 0 and transposed where `transpose` is set. `kind` says
+    what the weight is for and with that which precision recipes apply to it: `projection`, `fc`,
+    `lm_head`, `embedding`, `norm`, `bias`, `router`, `sinks`, `mxfp4_blocks` and `mxfp4_scales`
+    (uint8, see `MixtureOfExperts`), `rope_cos`, `rope_sin` (computed from the rotary settings of
+    `model`, no sources). `model` is `target` or `drafter`.
     """
 
     name: str
@@ -29,6 +30,14 @@ class Weight:
     sources: tuple[str, ...]
     transpose: bool = False
     model: str = "target"
+
+    @property
+    def dtype(self) -> int:
+        """The ONNX element type of the graph input."""
+        return _STORED_TYPES.get(self.kind, TensorProto.FLOAT)
+
+
+_STORED_TYPES = {"mxfp4_blocks": TensorProto.UINT8, "mxfp4_scales": TensorProto.UINT8}
 
 
 @dataclass
@@ -107,8 +116,7 @@ class GraphWriter:
 
     def finish(self, draft_layers: int = 0) -> SourceGraph:
         weight_inputs = [
-            helper.make_tensor_value_info(w.name, TensorProto.FLOAT, w.shape)
-            for w in self.weights.values()
+            helper.make_tensor_value_info(w.name, w.dtype, w.shape) for w in self.weights.values()
         ]
         graph = helper.make_graph(
             self.nodes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dflash_trt.config import TargetConfig
 from dflash_trt.models.graph import GraphWriter, Weight
 
 
@@ -94,13 +95,19 @@ def no_sinks(g: GraphWriter, heads: int) -> str:
     return g.constant(np.full(heads, -np.inf), np.float32)
 
 
-def lm_head(g: GraphWriter, x: str, hidden: int, vocab: int, tied: bool, name: str) -> str:
-    """Logits over the vocabulary; one weight, shared by target and drafter under the same name."""
-    source = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    weight = g.weight(
-        Weight("lm_head.weight", (hidden, vocab), "lm_head", (source,), transpose=True)
-    )
-    return g.op("MatMul", x, weight, name=name)
+def lm_head(g: GraphWriter, x: str, target: TargetConfig, name: str) -> str:
+    """Logits of the tokens that exist; the weight is shared by target and drafter.
+
+    Rows of a padded lm_head belong to no token, and what they give is cut off.
+    """
+    source = "model.embed_tokens.weight" if target.tied_embeddings else "lm_head.weight"
+    shape = (target.hidden_size, target.vocab_size)
+    weight = g.weight(Weight("lm_head.weight", shape, "lm_head", (source,), transpose=True))
+    if target.token_count == target.vocab_size:
+        return g.op("MatMul", x, weight, name=name)
+    padded = g.op("MatMul", x, weight, name=f"{name}.padded")
+    ends = g.constant([0]), g.constant([target.token_count]), g.constant([-1])
+    return g.op("Slice", padded, *ends, name=name)
 
 
 def embed(g: GraphWriter, tokens: str, hidden: int, vocab: int, name: str) -> str:

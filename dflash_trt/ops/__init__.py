@@ -6,7 +6,13 @@ graph needs; ONNX Runtime runs a graph with them as it is.
 
 import onnx
 
-from dflash_trt.ops import attention, confidence_commit, kv_injection, speculative_verify
+from dflash_trt.ops import (
+    attention,
+    confidence_commit,
+    kv_injection,
+    mixture_of_experts,
+    speculative_verify,
+)
 from dflash_trt.ops.domain import DOMAIN, OPSET_IMPORTS, OPSET_VERSION, VERSION, with_domain_import
 
 __all__ = ["DOMAIN", "OPSET_IMPORTS", "OPSET_VERSION", "VERSION", "library"]
@@ -22,6 +28,9 @@ _OTHERS = (
     kv_injection.InjectLayer,
     confidence_commit.ConfidenceCommit,
     speculative_verify.SpeculativeVerify,
+    mixture_of_experts.DecodeMXFP4,
+    mixture_of_experts.ExpertMLP,
+    mixture_of_experts.MixtureOfExperts,
 )
 
 

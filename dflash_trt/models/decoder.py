@@ -1,0 +1,121 @@
+"""What all targets have in common: a pre-norm decoder with grouped query attention over its caches.
+
+An architecture adds its feed-forward part; biases, norms of q and k, sliding windows and attention
+sinks follow from the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from onnx import TensorProto
+
+from dflash_trt.config import TargetConfig
+from dflash_trt.models import layers
+from dflash_trt.models.graph import GraphWriter, SourceGraph, Weight
+from dflash_trt.ops import DOMAIN
+
+MODEL = "target"
+
+# Writes the feed-forward part of one layer over normed states [B, S, H], named after the layer.
+FeedForward = Callable[[GraphWriter, TargetConfig, str, int], str]
+
+
+def decoder_graph(
+    config: TargetConfig, taps: tuple[int, ...], positions: int, feed_forward: FeedForward
+) -> SourceGraph:
+    """A target's graph: one call verifies a block, decodes one token, or prefills a chunk.
+
+    Inputs: tokens [B, S] int64, lengths [B] int32, rows [B, W] int64, and for each layer l
+    k_cache.l, v_cache.l [B, K, L, D]. Outputs: accepted [B] int32, anchor [B] int64,
+    context [B] int32 (see `SpeculativeVerify`), features [B, S, taps*H], logits [B, W, V] (V is
+    `TargetConfig.token_count`) and the caches with suffix `.out`. Tap id l is the output of
+    0-based layer l, before the final norm.
+    """
+    c = config
+    g = GraphWriter("target")
+    tokens = g.input("tokens", TensorProto.INT64, ["B", "S"])
+    lengths = g.input("lengths", TensorProto.INT32, ["B"])
+    rows = g.input("rows", TensorProto.INT64, ["B", "W"])
+    tables = layers.rope_tables(g, positions, c.head_dim, MODEL)
+
+    x = layers.embed(g, tokens, c.hidden_size, c.vocab_size, "embed")
+    outputs = []
+    for layer in range(c.num_layers):
+        x = _layer(g, c, x, lengths, tables, layer, feed_forward)
+        outputs.append(x)
+    g.op("Concat", *(outputs[tap] for tap in taps), name="features", axis=-1)
+    g.declare_output("features", TensorProto.FLOAT, ["B", "S", len(taps) * c.hidden_size])
+
+    index = g.op("Unsqueeze", rows, g.constant([-1]), name="rows.index")
+    read = g.op("GatherND", x, index, name="rows.hidden", batch_dims=1)
+    normed = layers.rms_norm(
+        g, read, c.hidden_size, "model.norm.weight", c.rms_norm_eps, "norm", MODEL
+    )
+    logits = layers.lm_head(g, normed, c, "logits")
+    g.declare_output(logits, TensorProto.FLOAT, ["B", "W", c.token_count])
+    g.ops(
+        "SpeculativeVerify", logits, tokens, rows, lengths,
+        outputs=["accepted", "anchor", "context"], name="verify", domain=DOMAIN,
+    )  # fmt: skip
+    g.declare_output("accepted", TensorProto.INT32, ["B"])
+    g.declare_output("anchor", TensorProto.INT64, ["B"])
+    g.declare_output("context", TensorProto.INT32, ["B"])
+    return g.finish()
+
+
+def _layer(
+    g: GraphWriter,
+    c: TargetConfig,
+    x: str,
+    lengths: str,
+    tables: tuple[str, str],
+    layer: int,
+    feed_forward: FeedForward,
+) -> str:
+    source, name, eps = f"model.layers.{layer}", f"l{layer}", c.rms_norm_eps
+    norm = f"{source}.input_layernorm.weight"
+    h = layers.rms_norm(g, x, c.hidden_size, norm, eps, f"{name}.attn_norm", MODEL)
+    h = _attention(g, c, h, lengths, tables, layer)
+    x = g.op("Add", x, h, name=f"{name}.attn_residual")
+    norm = f"{source}.post_attention_layernorm.weight"
+    h = layers.rms_norm(g, x, c.hidden_size, norm, eps, f"{name}.mlp_norm", MODEL)
+    h = feed_forward(g, c, h, layer)
+    return g.op("Add", x, h, name=f"{name}.out")
+
+
+def _attention(
+    g: GraphWriter, c: TargetConfig, h: str, lengths: str, tables: tuple[str, str], layer: int
+) -> str:
+    source, name = f"model.layers.{layer}.self_attn", f"l{layer}.attn"
+    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    modules = tuple(f"{source}.{p}_proj" for p in "qkv")
+    shape = (c.hidden_size, q_size + 2 * kv_size)
+    qkv = layers.linear(g, h, shape, modules, f"{name}.qkv", MODEL, bias=c.attention_bias)
+    q, k, v = layers.split(g, qkv, [q_size, kv_size, kv_size], "q k v", name)
+    if c.qk_norm:
+        q = _head_norm(g, c, q, c.num_heads, "q_norm", layer)
+        k = _head_norm(g, c, k, c.num_kv_heads, "k_norm", layer)
+    cache_shape = ["B", c.num_kv_heads, "L", c.head_dim]
+    caches = [g.input(f"{p}_cache.{layer}", TensorProto.FLOAT, cache_shape) for p in "kv"]
+    outs = [g.declare_output(f"{p}.out", TensorProto.FLOAT, cache_shape) for p in caches]
+    out, *_ = g.ops(
+        "CachedAttention", q, k, v, *caches, lengths, *tables, _sinks(g, c, layer),
+        outputs=[f"{name}.heads", *outs], name=name, domain=DOMAIN, heads=c.num_heads,
+        kv_heads=c.num_kv_heads, scale=c.head_dim**-0.5, window=c.window(layer),
+    )  # fmt: skip
+    shape, modules = (q_size, c.hidden_size), (f"{source}.o_proj",)
+    return layers.linear(g, out, shape, modules, f"{name}.o", MODEL, bias=c.attention_bias)
+
+
+def _head_norm(g: GraphWriter, c: TargetConfig, x: str, heads: int, norm: str, layer: int) -> str:
+    source = f"model.layers.{layer}.self_attn.{norm}.weight"
+    name = f"l{layer}.attn.{norm}"
+    return layers.head_norm(g, x, heads, c.head_dim, source, c.rms_norm_eps, name, MODEL)
+
+
+def _sinks(g: GraphWriter, c: TargetConfig, layer: int) -> str:
+    if not c.attention_sinks:
+        return layers.no_sinks(g, c.num_heads)
+    source = f"model.layers.{layer}.self_attn.sinks"
+    return g.weight(Weight(f"target.l{layer}.attn.sinks", (c.num_heads,), "sinks", (source,)))
