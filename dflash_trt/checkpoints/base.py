@@ -23,7 +23,8 @@ class TextFormat:
 class TensorSource(Protocol):
     """Named tensors in the Hugging Face naming and layout, read one at a time."""
 
-    origin: str
+    @property
+    def origin(self) -> str: ...
 
     def names(self) -> frozenset[str]: ...
 
@@ -41,7 +42,10 @@ class TensorSource(Protocol):
 class TargetCheckpoint(Protocol):
     """A target: its configuration, its tensors and how its text is made."""
 
-    config: TargetConfig
-    tensors: TensorSource
+    @property
+    def config(self) -> TargetConfig: ...
+
+    @property
+    def tensors(self) -> TensorSource: ...
 
     def text_format(self) -> TextFormat: ...

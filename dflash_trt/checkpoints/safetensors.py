@@ -40,7 +40,7 @@ class SafetensorsFolder:
     def _index(self, path: Path, strip: str) -> None:
         try:
             with safe_open(path, framework="numpy") as file:
-                for name in file.keys():
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
                     short = name.removeprefix(strip)
                     if short in self._where:
                         raise InputError(f"{path}: the tensor '{short}' stands in two files")

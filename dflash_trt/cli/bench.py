@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
 from dflash_trt.bench.compare import Comparison, compare
@@ -49,11 +49,15 @@ def run(args: argparse.Namespace) -> int:
     prompts = [runtime.prompt_ids(p) for p in read_prompts(args.prompts, args.limit)]
     options = GenerationOptions(args.max_tokens, width=args.block)
     console = Console(stderr=True)
-    done = iter(track(range(len(prompts)), "bench", console=console))
-    next(done)
-    result = compare(
-        runtime, prompts, options, args.compare_autoregressive, lambda _: next(done, None)
-    )
+    with Progress(console=console) as bar:
+        task = bar.add_task("bench", total=len(prompts))
+        result = compare(
+            runtime,
+            prompts,
+            options,
+            args.compare_autoregressive,
+            lambda done: bar.update(task, completed=done),
+        )
     report = result.report()
     Console().print(_table(report))
     _print_differences(result, console)

@@ -41,7 +41,9 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         help="refinement passes of the drafter, 1 or 2 (default: 1)",
     )
     parser.add_argument(
-        "--max-seq-len", type=int, help="tokens of prompt and answer together (default: 2048, or what the target takes)"
+        "--max-seq-len",
+        type=int,
+        help="tokens of prompt and answer together (default: 2048, or what the target takes)",
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="engine directory (default: engines/NAME)"
@@ -60,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
         block=block,
         precision=precision,
         passes=args.passes,
-        max_seq_len=args.max_seq_len or min(recipe.max_seq_len, target.config.max_positions - block),
+        max_seq_len=args.max_seq_len
+        or min(recipe.max_seq_len, target.config.max_positions - block),
         chat_arguments=recipe.chat_arguments,
     )
     out = args.output or Path("engines") / options.name

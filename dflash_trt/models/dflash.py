@@ -75,7 +75,7 @@ def _inject(
         Weight("drafter.inject.k_norm", (c.num_layers, c.head_dim), "norm", norms, model=MODEL)
     )
     caches = [f"{kind}_cache.{i}" for i in range(c.num_layers) for kind in "kv"]
-    shape_of_cache = ["B", c.num_kv_heads, "L", c.head_dim]
+    shape_of_cache: list[int | str] = ["B", c.num_kv_heads, "L", c.head_dim]
     for cache in caches:
         g.input(cache, TensorProto.FLOAT, shape_of_cache)
         g.declare_output(f"{cache}.out", TensorProto.FLOAT, shape_of_cache)
@@ -101,8 +101,9 @@ def _refine(
     """`passes` runs of the block; each settles an equal share of the slots, the last the rest."""
     slots = g.op("Shape", masks, name="slots", start=1, end=2)
     share = g.op("Div", slots, g.constant([passes]), name="share")
-    flags = {"to": TensorProto.BOOL}
-    committed = g.op("Cast", g.op("Sub", masks, masks, name="open.zero"), name="open", **flags)
+    committed = g.op(
+        "Cast", g.op("Sub", masks, masks, name="open.zero"), name="open", to=TensorProto.BOOL
+    )
     first = g.op("Unsqueeze", anchor, g.constant([1]), name="anchor.slot")
     drafts = masks
     for index in range(passes):

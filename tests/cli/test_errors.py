@@ -75,7 +75,9 @@ def test_wrong_shape(capsys: Capture, places: Places) -> None:
         tensors[name] = tensors[name][:-1].copy()
 
     edit_tensors(places[1] / "model.safetensors", shorten)
-    build_refused(capsys, places, f"'{name}' [15] cannot make drafter.d0.attn.q_norm.weight of shape [16]")
+    build_refused(
+        capsys, places, f"'{name}' [15] cannot make drafter.d0.attn.q_norm.weight of shape [16]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,9 @@ def test_not_a_model(capsys: Capture, places: Places, tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_text("hello")
         refused(
-            capsys, ["build", "--target", tmp_path / name, "--drafter", drafter, "-o", out], sentence
+            capsys,
+            ["build", "--target", tmp_path / name, "--drafter", drafter, "-o", out],
+            sentence,
         )
     (tmp_path / "empty").mkdir()
     refused(
@@ -156,7 +160,10 @@ def test_prompts(capsys: Capture, tiny_engine: Path) -> None:
     [
         ("", "holds no prompt"),
         ("{", "line 1: is not JSON"),
-        ('{"prompt": "a"}\n{"other": 1}', "line 2: has neither 'prompt' nor 'question' nor 'messages'"),
+        (
+            '{"prompt": "a"}\n{"other": 1}',
+            "line 2: has neither 'prompt' nor 'question' nor 'messages'",
+        ),
     ],
 )
 def test_prompt_files(

@@ -141,16 +141,12 @@ def test_windowed_drafter_layers_keep_their_reference(tiny_checkpoints: Pair, tm
     lowered, fired = lower(sources.drafter, {})
     weights = loaded(sources)
     feeds = drafter_feeds(sources.drafter, 7, 30)
-    assert_same(
-        run(lowered, feeds, weights), run(sources.drafter.model, feeds, weights), 30
-    )
+    assert_same(run(lowered, feeds, weights), run(sources.drafter.model, feeds, weights), 30)
     assert fired["BlockAttention"] == 1
 
 
 @pytest.mark.parametrize(("bits", "agreement"), [(8, 0.05), (4, 0.6)])
-def test_integer_blocks_stay_near_fp32(
-    tiny_checkpoints: Pair, bits: int, agreement: float
-) -> None:
+def test_integer_blocks_stay_near_fp32(tiny_checkpoints: Pair, bits: int, agreement: float) -> None:
     """Logits with integer weights differ from fp32 by rounding, not by a wrong layout."""
     sources = source_graphs(*tiny_checkpoints, OPTIONS)
     weights = loaded(sources)

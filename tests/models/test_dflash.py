@@ -14,7 +14,9 @@ from tests import tiny
 from tests.models.test_llama import empty_caches, run_source
 
 torch = pytest.importorskip("torch", reason="parity with the dflash package needs torch")
-reference = pytest.importorskip("dflash.model", reason="the authors' package dflash is not installed")
+reference = pytest.importorskip(
+    "dflash.model", reason="the authors' package dflash is not installed"
+)
 
 CAPACITY = 64
 

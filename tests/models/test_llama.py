@@ -79,7 +79,11 @@ def check_against(
     logits = np.concatenate([one["logits"], two["logits"]], 1)
     np.testing.assert_allclose(logits, truth.logits.numpy(), atol=tolerance)
     features = np.concatenate([one["features"], two["features"]], 1)
-    states = [truth.hidden_states[tap + 1].numpy() for tap in taps if tap + 1 < len(truth.hidden_states) - 1]
+    states = [
+        truth.hidden_states[tap + 1].numpy()
+        for tap in taps
+        if tap + 1 < len(truth.hidden_states) - 1
+    ]
     assert states, "at least one tap is compared"
     size = target.config.hidden_size
     for i, state in enumerate(states):

@@ -42,7 +42,9 @@ def test_the_cache_is_used_to_its_end(runtime: Runtime) -> None:
     """The last block may start at the last position; nothing is written behind the cache."""
     room = runtime.manifest.max_seq_len
     for draft in (True, False):
-        result = runtime.generate([7] * (room - 20), GenerationOptions(1000, draft, ignore_eos=True))
+        result = runtime.generate(
+            [7] * (room - 20), GenerationOptions(1000, draft, ignore_eos=True)
+        )
         assert result.finish_reason == "length"
         assert 20 <= len(result.tokens) <= 20 + runtime.manifest.block
 
