@@ -32,9 +32,7 @@ def pack_parameters(kinds: Sequence[str], values: Sequence[int | float]) -> list
         raise ValueError(f"the kernel takes {len(kinds)} arguments, {len(values)} were given")
     packed: list[Any] = []
     for kind, value in zip(kinds, values, strict=True):
-        packed.append(
-            ctypes.c_void_p(int(value)) if kind.startswith("*") else CTYPES[kind](value)
-        )
+        packed.append(ctypes.c_void_p(int(value)) if kind.startswith("*") else CTYPES[kind](value))
     return packed + [ctypes.c_void_p(0) for _ in range(TRAILING_POINTERS)]
 
 

@@ -19,6 +19,7 @@ from dflash_trt.lowering.tensorrt import plugins
 from dflash_trt.lowering.tensorrt.network import CacheView, Network
 from dflash_trt.lowering.tensorrt.standard import whole
 
+
 def cached_attention(
     net: Network, node: onnx.NodeProto, inputs: list[Any], a: dict[str, Any]
 ) -> list[Any]:
@@ -111,9 +112,7 @@ def _rotate(net: Network, x: Any, heads: int, cos: Any, sin: Any, places: Any) -
     return net.out(layer, "rotary")
 
 
-def _query(
-    net: Network, q: Any, heads: int, cos: Any, sin: Any, places: Any, scale: float
-) -> Any:
+def _query(net: Network, q: Any, heads: int, cos: Any, sin: Any, places: Any, scale: float) -> Any:
     """The rotated and scaled query, marked as an output of the network."""
     wide = net.cast(_rotate(net, q, heads, cos, sin, places), "FLOAT")
     query = net.cast(net.elementwise(wide, net.scalar(scale, 4, "FLOAT"), "PROD"), net.real)

@@ -13,7 +13,7 @@ import onnx
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.plan import Binding, NetworkReport, PlanRequest
 
-TENSOR_TYPES = {
+TENSOR_TYPES: dict[int, str] = {
     onnx.TensorProto.INT32: "INT32",
     onnx.TensorProto.INT64: "INT64",
     onnx.TensorProto.BOOL: "BOOL",

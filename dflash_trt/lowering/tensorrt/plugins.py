@@ -55,7 +55,9 @@ def skeleton(plugins: Sequence[tuple[str, str, int]]) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=11)
 
 
-def splice(trt: Any, definition: Any, logger: Any, nodes: Sequence[onnx.NodeProto]) -> dict[str, Any]:
+def splice(
+    trt: Any, definition: Any, logger: Any, nodes: Sequence[onnx.NodeProto]
+) -> dict[str, Any]:
     """Parse the skeleton into an empty network; plugin layers by node name."""
     plugins = wanted(nodes)
     if not plugins:
@@ -99,9 +101,7 @@ def kv_injection(
     return [CacheView(cache.tensor, cache.name, done) for cache in caches]
 
 
-def block_write(
-    net: Network, node: onnx.NodeProto, inputs: list[Any], kv_heads: int
-) -> Any:
+def block_write(net: Network, node: onnx.NodeProto, inputs: list[Any], kv_heads: int) -> Any:
     """Write one layer's block behind the context, in place; returns `done`."""
     k, v, lengths, cos, sin, k_cache, v_cache = inputs
     settings = _cache_settings(k_cache, kv_heads, k.shape[-1] // kv_heads)

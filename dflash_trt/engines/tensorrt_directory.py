@@ -1,0 +1,216 @@
+"""Builds an engine directory of TensorRT plans: checkpoints -> source graphs -> plans and weights.
+
+Plans of a pair, all of the two source graphs that lie in `source/`:
+
+    target.verify    the hot path: `block` tokens, logits of each
+    target.prefill   a chunk of a prompt, logits of one row
+    target.step      one token (only where asked for: the autoregressive baseline)
+    drafter.draft    injects up to `block` rows and drafts a block
+    drafter.inject   injects a chunk of a prompt
+
+They take the same weights, bound once. The number of sequences varies from 1 to `max_batch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from dflash_trt.engines.build import (
+    BuildOptions,
+    Sources,
+    describe,
+    source_graphs,
+    write_sources,
+)
+from dflash_trt.engines.directory import (
+    Manifest,
+    build_versions,
+    check_replaceable,
+    new_directory,
+    write_manifest,
+)
+from dflash_trt.engines.tensorrt_build import PlanReport, compile_plans
+from dflash_trt.engines.tensorrt_weights import FILE, weight_table, write_weights
+from dflash_trt.errors import InputError
+from dflash_trt.lowering.tensorrt import api
+from dflash_trt.lowering.tensorrt.linear import QUANTISED_KINDS
+from dflash_trt.lowering.tensorrt.plan import PRECISIONS, PlanRequest, Range
+from dflash_trt.models.graph import SourceGraph
+from dflash_trt.quantization.calibration import Calibration, calibrate_pair
+
+PLANS_FILE = "plans.json"
+PREFILL_CHUNK = 128
+# Texts that activation scales are calibrated on, unless the caller has better ones.
+CALIBRATION_TEXTS = (
+    "The capital of France is Paris. It lies on the Seine and has about two million inhabitants.",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a",
+    "Question: A train covers 120 km in 1.5 hours. What is its speed? Answer: 120 / 1.5 = 80 km/h.",
+    "Dear Sir or Madam, I am writing to ask whether my order of last week has been sent already.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRTOptions:
+    """What only this backend wants to know. capabilities: such as 120 for compute capability 12.0;
+    step: also compile the plan for single tokens; weights: write the weights file."""
+
+    backend: str
+    capabilities: tuple[int, ...]
+    chunk: int = PREFILL_CHUNK
+    step: bool = False
+    weights: bool = True
+
+    def __post_init__(self) -> None:
+        api.check_capabilities(self.backend, self.capabilities)
+
+
+def build_tensorrt(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    options: BuildOptions,
+    own: TensorRTOptions,
+    out: Path,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[Manifest, list[PlanReport]]:
+    """Build an engine directory at `out`; nothing is left behind if it fails."""
+    if options.precision not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise InputError(f"precision '{options.precision}': {own.backend} offers {known}")
+    check_replaceable(out)
+    sources = source_graphs(target, drafter, _with_room(options, own))
+    loaded = api.load(own.backend)
+    manifest = describe(
+        target, drafter, options, sources, backend=own.backend,
+        requirements={own.backend: loaded.version}, versions=build_versions("onnx"),
+    )  # fmt: skip
+    with new_directory(out) as folder:
+        write_sources(folder, target, sources)
+        plans = pair_plans(sources.target, sources.drafter, folder / "source", options, own)
+        reports = compile_plans(plans, folder, own.backend, own.capabilities, progress)
+        if own.weights:
+            peaks = _peaks(target, drafter, sources, options, progress)
+            table = weight_table([report.bindings for report in reports])
+            load = _loader(sources)
+            write_weights(folder / FILE, table, load, peaks, progress)
+        _write_plans(folder / PLANS_FILE, reports, own)
+        progress("hash files")
+        write_manifest(folder, manifest)
+    return manifest, reports
+
+
+def _with_room(options: BuildOptions, own: TensorRTOptions) -> BuildOptions:
+    """Caches and rotary tables have room for a whole chunk behind the last position."""
+    return dataclasses.replace(options, max_seq_len=capacity(options, own) - options.block)
+
+
+def capacity(options: BuildOptions, own: TensorRTOptions) -> int:
+    """Cache rows of a sequence: a prompt's last chunk is padded and may begin at its end."""
+    return options.max_seq_len + max(own.chunk, options.block)
+
+
+def _loader(sources: Sources) -> Callable[[str], np.ndarray]:
+    return lambda name: sources.loader.load(sources.weights[name])
+
+
+def _write_plans(path: Path, reports: Sequence[PlanReport], own: TensorRTOptions) -> None:
+    content = {
+        "backend": own.backend,
+        "capabilities": list(own.capabilities),
+        "chunk": own.chunk,
+        "plans": [report.to_json() for report in reports],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_plans(path: Path) -> dict[str, Any]:
+    """`plans.json` of an engine directory; `plans` holds the reports by name."""
+    content: dict[str, Any] = json.loads((path / PLANS_FILE).read_text())
+    reports = [PlanReport.from_json(values) for values in content["plans"]]
+    return {**content, "plans": {report.name: report for report in reports}}
+
+
+# -- which plans
+
+
+def pair_plans(
+    target: SourceGraph,
+    drafter: SourceGraph,
+    folder: Path,
+    options: BuildOptions,
+    own: TensorRTOptions,
+) -> list[PlanRequest]:
+    """The plans of a pair, made of `target.onnx` and `drafter.onnx` in `folder`."""
+    block, chunk = options.block, own.chunk
+    caches = [o.name for o in target.model.graph.output if o.name.endswith(".out")]
+    draft_caches = [o.name for o in drafter.model.graph.output if o.name.endswith(".out")]
+    verified = ["accepted", "anchor", "context", "features", *caches]
+    shapes: dict[str, tuple[SourceGraph, list[str], dict[str, int | Range]]] = {
+        "target.verify": (target, verified, {"S": block, "W": block}),
+        "target.prefill": (target, verified, {"S": chunk, "W": 1}),
+        "drafter.draft": (
+            drafter,
+            ["tokens", "lengths", *draft_caches],
+            {"S": block, "R": block, "M": block - 1},
+        ),
+        "drafter.inject": (
+            drafter,
+            draft_caches,
+            {"S": block, "R": (1, block, max(chunk, block)), "M": block - 1},
+        ),
+    }
+    if own.step:
+        shapes["target.step"] = (target, verified, {"S": 1, "W": 1})
+    shared: dict[str, int | Range] = {
+        "B": (1, 1, options.max_batch),
+        "L": capacity(options, own),
+    }
+    return [
+        PlanRequest(
+            name=name,
+            graph=str(folder / f"{name.partition('.')[0]}.onnx"),
+            outputs=tuple(outputs),
+            letters={k: _range(v) for k, v in {**shared, **letters}.items()},
+            weights={w.name: w.kind for w in graph.weights},
+            precision=options.precision,
+        )
+        for name, (graph, outputs, letters) in shapes.items()
+    ]
+
+
+def _range(size: int | Range) -> Range:
+    return (size, size, size) if isinstance(size, int) else size
+
+
+# -- calibration
+
+
+def _peaks(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    sources: Sources,
+    options: BuildOptions,
+    progress: Callable[[str], None],
+) -> dict[str, float]:
+    """Activation peaks of all quantised weights; nothing where nothing is quantised."""
+    names = {name for name, w in sources.weights.items() if w.kind in QUANTISED_KINDS}
+    if options.precision == "bf16":
+        return {}
+    from tokenizers import Tokenizer
+
+    progress("calibrate")
+    codec = Tokenizer.from_str(target.text_format().tokenizer_json)
+    prompts = [np.array(codec.encode(text).ids, np.int64) for text in CALIBRATION_TEXTS]
+    load = _loader(sources)
+    values = {name: load(name) for name in sources.weights}
+    pair = sources.target, sources.drafter
+    first, second = (Calibration(source, names, values) for source in pair)
+    models = (sources.target.model, sources.drafter.model)
+    mask = drafter.config.mask_id
+    return calibrate_pair(first, second, models, prompts, options.block, mask)
