@@ -9,7 +9,9 @@ from time import perf_counter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from dflash_trt.bench.check import acceptance_check, verdict
 from dflash_trt.checkpoints import open_drafter, open_target
+from dflash_trt.cli import build_tensorrt
 from dflash_trt.engines.build import CPU_PRECISIONS, BuildOptions, build_cpu
 from dflash_trt.errors import InputError
 from dflash_trt.recipes import Recipe, find_recipe, packaged_file, recipe_names
@@ -48,6 +50,16 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="engine directory (default: engines/NAME)"
     )
+    parser.add_argument(
+        "--backend",
+        choices=("cpu", *build_tensorrt.BACKENDS),
+        default="cpu",
+        help="what runs the engines (default: cpu)",
+    )
+    parser.add_argument(
+        "--max-batch", type=int, default=1, help="sequences that run at once (default: 1)"
+    )
+    build_tensorrt.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -55,13 +67,14 @@ def run(args: argparse.Namespace) -> int:
     recipe = _recipe(args.target, args.drafter)
     target = open_target(_target_path(recipe))
     drafter = open_drafter((args.drafter or recipe.folder / recipe.drafter).resolve())
-    precision = args.precision or recipe.precision
+    precision = args.precision or (recipe.precision if args.backend == "cpu" else "bf16")
     block = args.block if args.block is not None else recipe.block or drafter.config.block
     options = BuildOptions(
         name=f"{recipe.name}-{precision}",
         block=block,
         precision=precision,
         passes=args.passes,
+        max_batch=args.max_batch,
         max_seq_len=args.max_seq_len
         or min(recipe.max_seq_len, target.config.max_positions - block),
         chat_arguments=recipe.chat_arguments,
@@ -73,8 +86,22 @@ def run(args: argparse.Namespace) -> int:
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
     ) as bar:
         task = bar.add_task("read checkpoints", total=None)
-        build_cpu(target, drafter, options, out, lambda what: bar.update(task, description=what))
+
+        def progress(what: str) -> None:
+            bar.update(task, description=what)
+
+        reports = []
+        if args.backend == "cpu":
+            build_cpu(target, drafter, options, out, progress)
+            progress("check acceptance")
+            accepted = verdict(acceptance_check(out))
+        else:
+            reports = build_tensorrt.build(args, target, drafter, options, out, progress)
         bar.update(task, description="done", total=1, completed=1)
+    if reports:
+        build_tensorrt.print_reports(console, reports)
+    else:
+        console.print(accepted, highlight=False)
     console.print(f"{out}: built in {perf_counter() - begin:.1f} s", highlight=False)
     return 0
 

@@ -21,13 +21,12 @@ from typing import Any
 
 from dflash_trt.engines.plan import Expectations, Plan, check_plan
 from dflash_trt.errors import InputError
-from dflash_trt.lowering.tensorrt.linear import QUANTISED_KINDS
 from dflash_trt.lowering.tensorrt.plan import Binding, PlanRequest
 
 Progress = Callable[[str], None]
 _LIBRARY = "libtensorrt_rtx.so"
 # Measured on the models of the recipes: the compiler's own code, then what each layer adds.
-_BASE_BYTES, _BYTES_PER_NODE = 450_000_000, 600_000
+_BASE_BYTES, _BYTES_PER_LAYER = 500_000_000, 220_000
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,9 @@ def binding_from_json(values: Mapping[str, Any]) -> Binding:
     )
 
 
-def estimate_peak_bytes(nodes: int) -> int:
-    """Host memory that compiling a graph of so many nodes will take, about."""
-    return _BASE_BYTES + nodes * _BYTES_PER_NODE
+def estimate_peak_bytes(layers: int) -> int:
+    """Host memory that compiling a network of so many layers will take, about."""
+    return _BASE_BYTES + layers * _BYTES_PER_LAYER
 
 
 def compile_plans(
@@ -222,8 +221,3 @@ def library_folder(backend: str) -> Iterator[str]:
         library = Path(spec.submodule_search_locations[0]) / f"{_LIBRARY}.1"
         (Path(folder) / _LIBRARY).symlink_to(library)
         yield folder
-
-
-def quantised_weights(weights: Mapping[str, str]) -> list[str]:
-    """Names of the weights that fp8 and nvfp4 apply to."""
-    return [name for name, kind in weights.items() if kind in QUANTISED_KINDS]
