@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dflash_trt.training.blocks import NO_LABEL, anchor_range, make_batch
+from dflash_trt.training.blocks import anchor_range, make_batch
 from dflash_trt.training.drafter import Drafter
 from dflash_trt.training.store import FeatureStore, Sequence
 
@@ -90,6 +90,3 @@ def measure(
                 hits = _predict(drafter, embedding, head, store, one)
                 out[one.domain].replay(hits, one.prompt_length)
     return dict(out)
-
-
-__all__ = ["NO_LABEL", "Acceptance", "measure"]

@@ -33,7 +33,6 @@ class FitOptions:
     """What does not change the result: where, how often, for how long."""
 
     folder: Path
-    device: str = "cpu"
     resume: bool = False
     checkpoint_seconds: float = 180.0
     measure_every: int = 250

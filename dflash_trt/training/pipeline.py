@@ -9,7 +9,7 @@ DIR/checkpoint.pt, curve.csv, curve.png, recipe.toml, drafter/    fit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from dflash_trt.training.store import StoreMeta
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dflash_trt.training.drafter import DrafterShape
     from dflash_trt.training.fit import Progress
 
 STEPS = ("generate", "features", "fit")
@@ -74,7 +75,7 @@ class Training:
                 "recipe: mask_token is missing or outside the vocabulary; name a token id that "
                 "answers never hold"
             )
-        self.recipe = replace(recipe, seed=recipe.seed)
+        self.recipe = recipe
         options.output.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -144,7 +145,7 @@ class Training:
                 f"{store.meta.mask_token}, the recipe asks for others"
             )
         trainer = Trainer(self.recipe, self._shape(), store, self._tensors(), o.device)
-        found = fit(trainer, FitOptions(folder, o.device, o.resume, report=report))
+        found = fit(trainer, FitOptions(folder, o.resume, report=report))
         write_card(folder / "drafter", trainer.drafter.shape, self.recipe, store, found)
         if (folder / "curve.csv").is_file():
             plot_curve(folder / "curve.csv", folder / "curve.png")
@@ -153,7 +154,7 @@ class Training:
         if path.exists() and not self.options.resume:
             raise InputError(f"{path} exists: pass --resume to go on, or choose another folder")
 
-    def _shape(self):  # type: ignore[no-untyped-def]
+    def _shape(self) -> DrafterShape:
         from dflash_trt.training.drafter import DrafterShape
 
         c, r = self.target.config, self.recipe
