@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ class Comparison:
         }
         if self.plain:
             report |= self._against_plain(d)
-        return report
+        return report | {"peak_memory_mb": round(peak_memory() / 1e6)}
 
     def _against_plain(self, drafted: GenerationMetrics) -> dict[str, Any]:
         plain = total(g.metrics for g in self.plain)
@@ -54,6 +55,11 @@ class Comparison:
                 same = [x == y for x, y in zip(a.tokens, b.tokens, strict=False)]
                 found.append((index, same.index(False) if False in same else len(same)))
         return found
+
+
+def peak_memory() -> int:
+    """Most bytes that this process has held resident, mapped weights included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
 
 
 def _rate(generations: Sequence[Generation]) -> float:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import dflash_trt
-from dflash_trt.cli import bench, build, inspect, run
+from dflash_trt.cli import bench, build, inspect, plan, run, train
 from dflash_trt.errors import InputError
 
-VERBS = (build, run, inspect, bench)
+VERBS = (build, run, inspect, bench, train, plan)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,0 +1,40 @@
+"""Constants of serving programs, fitted to published rates or chosen; which, each says.
+
+`fit_error` is what the fit minimised: the mean square of the log of modelled over published rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import log
+
+from dflash_trt.planner.hardware import find_gpu
+from dflash_trt.planner.published import Point
+from dflash_trt.planner.roofline import Setting, Software, cycle
+from dflash_trt.planner.shapes import find_plan
+
+CONTEXT = 2048  # tokens; the sources do not say how long their sequences were on average
+
+# Fitted to the five points of `published.POINTS` marked `fit`; e_bw was held at 0.95 or less.
+SGLANG = Software("sglang", e_bw=0.95, e_ops=0.431, layer=60.9e-6, pass_=185e-6, host=1.455e-3)
+
+# Whole passes as one CUDA graph: launch floors chosen, not fitted, so that plain decoding of
+# gpt-oss-120b on eight B300 ends near 650 tokens/s per user; efficiencies as fitted above.
+GRAPHS = Software("graphs", e_bw=0.95, e_ops=0.431, layer=20e-6, pass_=150e-6, host=0.2e-3)
+
+SOFTWARE = {s.name: s for s in (SGLANG, GRAPHS)}
+
+
+def modelled_rate(point: Point, software: Software) -> float:
+    """The modelled output rate of a published point, tokens/s."""
+    setting = Setting(
+        find_plan(point.plan), find_gpu(point.gpu), software, point.precision,
+        point.batch, CONTEXT, point.block,
+    )  # fmt: skip
+    modelled = cycle(setting, point.tau or 1.0)
+    return modelled.dflash_rate if point.tau else modelled.plain_rate
+
+
+def fit_error(points: Iterable[Point], software: Software) -> float:
+    errors = [log(modelled_rate(p, software) / p.rate) ** 2 for p in points]
+    return sum(errors) / len(errors)

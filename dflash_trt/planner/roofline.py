@@ -1,0 +1,182 @@
+"""Time of a decoding step and of a draft-and-verify cycle on a GPU, as a roofline with floors.
+
+One pass over n tokens of b sequences takes
+
+    hypot(bytes / (e_bw * bandwidth), operations / (e_ops * peak)) + layers * f_layer + f_pass
+
+seconds on each of the tensor-parallel ranks, and two all-reduces per layer on top. The root of the
+sum of squares is the larger of the two but near their crossing, where neither overlaps fully.
+Everything that comes out is a model, never a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import hypot
+
+from dflash_trt.errors import InputError
+from dflash_trt.planner.hardware import Gpu
+from dflash_trt.planner.shapes import BITS, Plan, Shape
+
+
+@dataclass(frozen=True)
+class Software:
+    """Constants of a serving program. e_*: reachable share of a peak; f_*, host, reduce: seconds.
+
+    layer: launches of one layer; pass_: of one pass; host: per cycle, between the passes (plain
+    decoding hides it behind the next step); reduce: one all-reduce's latency.
+    """
+
+    name: str
+    e_bw: float
+    e_ops: float
+    layer: float
+    pass_: float
+    host: float
+    reduce: float = 8e-6
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is planned: a pair on `ranks` GPUs, `batch` sequences of `context` tokens each."""
+
+    plan: Plan
+    gpu: Gpu
+    software: Software
+    precision: str
+    batch: int
+    context: int
+    block: int
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.precision not in BITS:
+            known = ", ".join(BITS)
+            raise InputError(f"precision '{self.precision}': the planner knows {known}")
+        if self.ranks > 1 and not self.gpu.link:
+            raise InputError(f"{self.gpu.name}: has no link for {self.ranks} ranks")
+        if min(self.batch, self.context, self.ranks) < 1 or self.block < 2:
+            raise InputError("batch, context and ranks are at least 1, a block at least 2")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass: seconds by cause."""
+
+    memory: float
+    compute: float
+    floor: float
+    collectives: float
+
+    @property
+    def seconds(self) -> float:
+        return hypot(self.memory, self.compute) + self.floor + self.collectives
+
+    @property
+    def bound(self) -> str:
+        """What it is made of mostly."""
+        parts = {
+            "memory": self.memory if self.memory >= self.compute else 0.0,
+            "compute": self.compute if self.compute > self.memory else 0.0,
+            "launches": self.floor,
+            "collectives": self.collectives,
+        }
+        return max(parts, key=lambda key: parts[key])
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Modelled times of one setting; `tau` tokens are committed per sequence and cycle."""
+
+    step: Pass
+    draft: Pass
+    verify: Pass
+    host: float
+    tau: float
+    batch: int
+
+    @property
+    def seconds(self) -> float:
+        return self.draft.seconds + self.verify.seconds + self.host
+
+    @property
+    def cost(self) -> float:
+        """c: a cycle over one autoregressive step."""
+        return self.seconds / self.step.seconds
+
+    @property
+    def speedup(self) -> float:
+        return self.tau / self.cost
+
+    @property
+    def plain_rate(self) -> float:
+        """Output tokens per second of all sequences, decoding one at a time."""
+        return self.batch / self.step.seconds
+
+    @property
+    def dflash_rate(self) -> float:
+        return self.batch * self.tau / self.seconds
+
+
+def cycle(setting: Setting, tau: float) -> Cycle:
+    """The modelled cycle; `tau` is the acceptance length at this block."""
+    s = setting
+    drafter_rows = s.batch * s.block
+    return Cycle(
+        step=_target_pass(s, s.batch),
+        draft=_draft_pass(s, drafter_rows),
+        verify=_target_pass(s, s.batch * s.block),
+        host=s.software.host,
+        tau=tau,
+        batch=s.batch,
+    )
+
+
+def _target_pass(s: Setting, tokens: int) -> Pass:
+    shape = s.plan.target
+    wide, narrow = BITS["bf16"] / 8, BITS[s.precision] / 8
+    dense = wide if shape.experts else narrow
+    expert_bytes = shape.layers * shape.touched_experts(tokens) * shape.expert_weights * narrow
+    weights = shape.dense_weights * dense + expert_bytes + shape.head_weights * wide
+    read = weights + s.batch * shape.kv_bytes(s.context)
+    work = _operations(shape, tokens, s) + 2 * tokens * shape.head_weights
+    return _pass(s, read, work, shape.layers, s.precision, tokens * shape.hidden * 2)
+
+
+def _operations(shape: Shape, tokens: int, s: Setting) -> float:
+    """Multiply-adds of projections and attention, counted twice."""
+    projections = 2 * tokens * (shape.active_weights - shape.head_weights)
+    attention = 4 * tokens * s.context * shape.heads * shape.head_dim * shape.layers
+    return projections + attention
+
+
+def _draft_pass(s: Setting, rows: int) -> Pass:
+    """Injection of a block's worth of features, the block, and the lm_head; replicated on ranks."""
+    shape, taps = s.plan.drafter, s.plan.taps
+    fc = taps * s.plan.target.hidden * shape.hidden
+    read = (shape.dense_weights + fc) * 2 + shape.head_weights * 2 / s.ranks
+    read += s.batch * shape.kv_bytes(s.context)
+    work = _operations(shape, rows, s) + 2 * rows * (fc + shape.head_weights / s.ranks)
+    alone = replace(s, ranks=1)
+    return _pass(alone, read, work, shape.layers, "bf16", 0)
+
+
+def _pass(
+    s: Setting, read: float, work: float, layers: int, precision: str, reduced: float
+) -> Pass:
+    software, gpu = s.software, s.gpu
+    each = software.reduce + 2 * reduced / gpu.link if s.ranks > 1 else 0.0
+    return Pass(
+        memory=read / s.ranks / (software.e_bw * gpu.bandwidth),
+        compute=work / s.ranks / (software.e_ops * gpu.peak(precision)),
+        floor=layers * software.layer + software.pass_,
+        collectives=2 * layers * each,
+    )
+
+
+def memory_needed(s: Setting) -> float:
+    """Bytes per GPU: weights of both models, caches of all sequences at full context."""
+    target = s.plan.weight_bytes(s.precision) / s.ranks
+    per_token = 4 * s.plan.target.kv_heads * s.plan.target.head_dim * s.plan.target.layers
+    draft = 4 * s.plan.drafter.kv_heads * s.plan.drafter.head_dim * s.plan.drafter.layers
+    return target + s.batch * s.context * (per_token / s.ranks + draft)
