@@ -54,10 +54,13 @@ def _table(setting: Setting, both: Curves, tau: float) -> Table:
         f"MODELLED: {setting.plan.name}, {setting.precision}, {setting.ranks} x {setting.gpu.name}, "
         f"block {setting.block}, acceptance length {tau:g}"
     )
-    table = Table(title=title)
-    for name in ("batch", "step ms", "cycle ms", "c", "speed-up", "plain tok/s/user",
-                 "DFlash tok/s/user", "plain tok/s/GPU", "DFlash tok/s/GPU", "verify bound by"):  # fmt: skip
-        table.add_column(name, justify="right")
+    table = Table(title=title, caption="/user and /GPU: output tokens per second")
+    columns = (
+        "batch", "step\nms", "cycle\nms", "c", "speed-\nup", "plain\n/user", "DFlash\n/user",
+        "plain\n/GPU", "DFlash\n/GPU", "verify\nbound by",
+    )  # fmt: skip
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     for cycle, plain, dflash in zip(both.cycles, both.plain, both.dflash, strict=True):
         table.add_row(
             str(cycle.batch), f"{cycle.step.seconds * 1e3:.2f}", f"{cycle.seconds * 1e3:.2f}",
