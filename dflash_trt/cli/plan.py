@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -54,7 +55,9 @@ def _table(setting: Setting, both: Curves, tau: float) -> Table:
         f"MODELLED: {setting.plan.name}, {setting.precision}, {setting.ranks} x {setting.gpu.name}, "
         f"block {setting.block}, acceptance length {tau:g}"
     )
-    table = Table(title=title, caption="/user and /GPU: output tokens per second")
+    table = Table(
+        title=title, caption="/user and /GPU: tokens per second", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
     columns = (
         "batch", "step\nms", "cycle\nms", "c", "speed-\nup", "plain\n/user", "DFlash\n/user",
         "plain\n/GPU", "DFlash\n/GPU", "verify\nbound by",
