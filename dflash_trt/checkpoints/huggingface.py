@@ -1,4 +1,4 @@
-"""Targets in a Hugging Face folder: config.json, safetensors, tokenizer.json, chat template."""
+"""Targets in a Hugging Face folder: safetensors, tokenizer.json, chat template."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from dflash_trt.checkpoints.base import TextFormat
 from dflash_trt.checkpoints.safetensors import SafetensorsFolder
-from dflash_trt.config import ConfigReader, TargetConfig
+from dflash_trt.checkpoints.target_config import target_config
 from dflash_trt.errors import InputError
-
-ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -32,7 +32,9 @@ class HuggingFaceTarget:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = target_config(read_json(folder / "config.json"), str(folder / "config.json"))
+        path = folder / "config.json"
+        values = {**_generation_stops(folder), **read_json(path)}
+        self.config = target_config(values, str(path), _token_count(folder / "tokenizer.json"))
         self.tensors = SafetensorsFolder(folder)
 
     def text_format(self) -> TextFormat:
@@ -56,30 +58,20 @@ def _token(settings: dict[str, Any], key: str) -> str:
     return value["content"] if isinstance(value, dict) else value
 
 
-def target_config(values: dict[str, Any], origin: str) -> TargetConfig:
-    """Read a target's `config.json`; `origin` names the file in errors."""
-    names = values.get("architectures") or ["(none)"]
-    if names[0] not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise InputError(f"{origin}: the architecture '{names[0]}' is not one of {known}")
-    read = ConfigReader(values, origin)
-    heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
-    layers = read.integer("num_hidden_layers")
-    eos = read.get("eos_token_id", [])
-    return TargetConfig(
-        architecture=ARCHITECTURES[names[0]],
-        vocab_size=read.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=read.integer("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=read.integer("num_key_value_heads", heads),
-        head_dim=read.integer("head_dim", hidden // heads),
-        rms_norm_eps=read.number("rms_norm_eps"),
-        rope=read.rope(),
-        max_positions=read.integer("max_position_embeddings"),
-        tied_embeddings=bool(read.get("tie_word_embeddings", False)),
-        attention_bias=bool(read.get("attention_bias", False)),
-        windows=read.windows(layers),
-        stop_ids=tuple(eos) if isinstance(eos, list) else (eos,),
-    )
+def _generation_stops(folder: Path) -> dict[str, Any]:
+    """Stop ids of `generation_config.json`: chat models list there what ends a turn."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    return {"generation_eos_token_id": read_json(path).get("eos_token_id")}
+
+
+def _token_count(tokenizer: Path) -> int:
+    """Entries of a tokenizer, added tokens too; 0 where there is none."""
+    if not tokenizer.exists():
+        return 0
+    try:
+        codec = Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"{tokenizer}: cannot be read as a tokenizer ({error})") from error
+    return max(codec.get_vocab(with_added_tokens=True).values()) + 1

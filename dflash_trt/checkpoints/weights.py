@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from onnx.helper import tensor_dtype_to_np_dtype
 
 from dflash_trt.checkpoints.base import TensorSource
+from dflash_trt.checkpoints.described import AbsentTensors
 from dflash_trt.config import DrafterConfig, TargetConfig
 from dflash_trt.errors import InputError
 from dflash_trt.models.graph import Weight
@@ -27,7 +29,8 @@ class WeightLoader:
     def check(self, weights: Sequence[Weight]) -> None:
         """Compare all names and shapes before anything is read; name the first that is off."""
         for weight in weights:
-            if weight.sources:
+            absent = isinstance(self._sources[weight.model], AbsentTensors)
+            if weight.sources and not absent:
                 self._check_one(weight)
 
     def _check_one(self, weight: Weight) -> None:
@@ -38,6 +41,8 @@ class WeightLoader:
         shapes = [source.shape(name) for name in weight.sources]
         if weight.kind == "norm" and len(weight.shape) == 2:
             shapes = [(1, *shape) for shape in shapes]
+        if weight.kind == "mxfp4_blocks":  # [.., K/32, 16] are the same bytes as [.., K/2]
+            shapes = [(*shape[:-2], shape[-2] * shape[-1]) for shape in shapes]
         rows = sum(shape[0] for shape in shapes)
         made = (rows, *shapes[0][1:])
         made = made[::-1] if weight.transpose else made
@@ -48,13 +53,21 @@ class WeightLoader:
             )
 
     def load(self, weight: Weight) -> np.ndarray:
-        """The weight as a contiguous fp32 array of `weight.shape`."""
+        """The weight as a contiguous array of `weight.shape`, in the type of the graph input."""
         if weight.kind.startswith("rope_"):
             return self._rope(weight)
         source = self._sources[weight.model]
-        parts = [source.read(name) for name in weight.sources]
+        parts = [self._stored(source, name, weight) for name in weight.sources]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return np.ascontiguousarray(whole.T if weight.transpose else whole).reshape(weight.shape)
+
+    @staticmethod
+    def _stored(source: TensorSource, name: str, weight: Weight) -> np.ndarray:
+        array = source.read(name)
+        wanted = tensor_dtype_to_np_dtype(weight.dtype)
+        if array.dtype != wanted:
+            raise InputError(f"{source.origin}: '{name}' holds {array.dtype}, not {wanted}")
+        return array
 
     def _rope(self, weight: Weight) -> np.ndarray:
         config = self._configs[weight.model]

@@ -96,7 +96,7 @@ def _attention(
     if c.qk_norm:
         q = _head_norm(g, c, q, c.num_heads, "q_norm", layer)
         k = _head_norm(g, c, k, c.num_kv_heads, "k_norm", layer)
-    cache_shape = ["B", c.num_kv_heads, "L", c.head_dim]
+    cache_shape: list[int | str] = ["B", c.num_kv_heads, "L", c.head_dim]
     caches = [g.input(f"{p}_cache.{layer}", TensorProto.FLOAT, cache_shape) for p in "kv"]
     outs = [g.declare_output(f"{p}.out", TensorProto.FLOAT, cache_shape) for p in caches]
     out, *_ = g.ops(
