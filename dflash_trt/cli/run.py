@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
+
+_DEFAULT = GenerationOptions()
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -18,14 +21,6 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("engine", type=Path, metavar="DIR", help="engine directory")
     parser.add_argument("question", help="the user's turn; the chat template is applied")
-    parser.add_argument(
-        "--max-tokens", type=int, default=256, help="most tokens to generate (default: 256)"
-    )
-    parser.add_argument(
-        "--block",
-        type=int,
-        help="tokens per verify call, 2 to the engine's (default: the engine's)",
-    )
     parser.add_argument("--no-draft", action="store_true", help="decode one token at a time")
     parser.add_argument(
         "--compare",
@@ -33,19 +28,78 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         help="decode again without drafting and print the speed-up",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    _add_options(parser)
     parser.set_defaults(run=run)
 
 
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Options that become fields of `GenerationOptions`, with its defaults."""
+    for flag, kind, text in (
+        ("max-tokens", int, "most tokens to generate"),
+        ("min-tokens", int, "no end before so many tokens"),
+        ("temperature", float, "0 takes the most likely token"),
+        ("top-k", int, "draw from the k most likely tokens, 0: from all"),
+        ("top-p", float, "draw from the most likely tokens that make up this probability"),
+        ("min-p", float, "drop tokens less likely than this share of the most likely one"),
+        ("repetition-penalty", float, "divide logits of tokens seen before"),
+        ("presence-penalty", float, "subtract from logits of generated tokens"),
+        ("frequency-penalty", float, "subtract for every time a token was generated"),
+    ):
+        default = getattr(_DEFAULT, flag.replace("-", "_"))
+        parser.add_argument(
+            f"--{flag}", type=kind, default=default, help=f"{text} (default: {default:g})"
+        )
+    parser.add_argument(
+        "--block", type=int, dest="width",
+        help="tokens per verify call, 2 to the engine's (default: the engine's)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, help="same seed, same answer (default: drawn)")
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: log-probabilities, and N best tokens",
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on behind the model's end")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
+    )
+    parser.add_argument(
+        "--stop-token-id", action="append", type=int, default=[], dest="stop_token_ids",
+        metavar="ID", help="end at this token; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--logit-bias", action="append", type=_bias, default=[], metavar="ID=BIAS",
+        help="add BIAS to a token's logit; repeatable",
+    )  # fmt: skip
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    return int(token), float(bias)
+
+
+def _options(args: argparse.Namespace) -> GenerationOptions:
+    names = {f.name for f in fields(GenerationOptions)} & vars(args).keys()
+    values = {name: getattr(args, name) for name in names}
+    values |= {"stop": tuple(args.stop), "stop_token_ids": tuple(args.stop_token_ids)}
+    return GenerationOptions(
+        **{**values, "logit_bias": dict(args.logit_bias), "draft": not args.no_draft}
+    )
+
+
 def run(args: argparse.Namespace) -> int:
+    options = _options(args)
     runtime = Runtime.load(args.engine)
     prompt = runtime.prompt_ids(args.question) if args.question else []
-    options = GenerationOptions(args.max_tokens, draft=not args.no_draft, width=args.block)
     generation = _answer(runtime, prompt, options, echo=not args.json)
     baseline = None
     if args.compare and options.draft:
-        baseline = runtime.generate(prompt, GenerationOptions(args.max_tokens, draft=False))
+        # An unseeded answer is compared with plain sampling under the seed that it drew.
+        seed = generation.seed if options.seed is None else options.seed
+        baseline = runtime.generate(prompt, replace(options, draft=False, width=None, seed=seed))
     if args.json:
-        print(json.dumps(_object(runtime, generation, baseline)))
+        print(json.dumps(_object(generation, baseline)))
     else:
         print(f"\n\n{_figures(generation, baseline)}")
     return 0
@@ -55,27 +109,28 @@ def _answer(
     runtime: Runtime, prompt: list[int], options: GenerationOptions, echo: bool
 ) -> Generation:
     generation = Generation()
-    stream = runtime.codec.stream()
-    for tokens in runtime.steps(prompt, options, generation):
-        _show(stream.push(tokens), echo)
-    _show(stream.finish(), echo)
+    for delta in runtime.deltas(prompt, options, generation):
+        if echo:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
     return generation
 
 
-def _show(text: str, echo: bool) -> None:
-    if echo:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-
-def _object(runtime: Runtime, generation: Generation, baseline: Generation | None) -> dict:
+def _object(generation: Generation, baseline: Generation | None) -> dict:
     content = {
-        "text": runtime.codec.text(generation.tokens),
+        "text": generation.text,
         "token_ids": generation.tokens,
         "finish_reason": generation.finish_reason,
+        "stop": generation.stop,
+        "seed": generation.seed,
+        "drafting": generation.drafting,
+        "usage": generation.usage,
         **generation.metrics.summary(),
     }
+    if generation.logprobs:
+        content["logprobs"] = [asdict(entry) for entry in generation.logprobs]
     if baseline is not None:
+        content["same_as_undrafted"] = generation.tokens == baseline.tokens
         content["speedup"] = round(_speedup(generation, baseline), 3)
     return content
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint, check_pair
 from dflash_trt.checkpoints.weights import WeightLoader
@@ -20,12 +21,13 @@ from dflash_trt.engines.directory import (
     new_directory,
     write_manifest,
 )
-from dflash_trt.engines.onnxruntime_build import compile_models
+from dflash_trt.engines.onnxruntime_build import batch_sizes, compile_models, model_name
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.cpu import lower
+from dflash_trt.lowering.lanes import unroll_lanes
 from dflash_trt.models.dflash import drafter_graph
 from dflash_trt.models.graph import SourceGraph, Weight
-from dflash_trt.models.llama import target_graph
+from dflash_trt.models.registry import target_graph
 from dflash_trt.quantization.integer_blocks import quantize
 
 _BYTES = {"projection": 8, "lm_head": 8}
@@ -52,13 +54,15 @@ CPU_PRECISIONS: Mapping[str, CpuPrecision] = {
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a build is asked for. block: verify width; passes: refinement passes of the drafter."""
+    """What a build is asked for. block: verify width; passes: refinement passes of the drafter;
+    max_batch: sequences at once."""
 
     name: str
     block: int
     precision: str = "fp32"
     passes: int = 1
     max_seq_len: int = 2048
+    max_batch: int = 1
     chat_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,6 +70,8 @@ class BuildOptions:
             raise InputError(
                 f"block {self.block}: a block has at least 2 tokens, anchor and one draft"
             )
+        if self.max_batch < 1:
+            raise InputError(f"max-batch {self.max_batch}: an engine has at least one slot")
         if self.passes not in (1, 2):
             raise InputError(f"passes {self.passes}: 1 or 2 refinement passes are supported")
         if self.max_seq_len < 2 * self.block:
@@ -134,14 +140,25 @@ def build_cpu(
     )  # fmt: skip
     with new_directory(out) as folder:
         write_sources(folder, target, sources)
-        models = {
-            "target": lower(sources.target, precision.target)[0],
-            "drafter": lower(sources.drafter, precision.drafter)[0],
-        }
+        models = _lowered(sources, precision, options.max_batch)
         compile_models(models, _stored_forms(sources, precision), folder, progress)
         progress("hash files")
         write_manifest(folder, manifest)
     return manifest
+
+
+def _lowered(
+    sources: Sources, precision: CpuPrecision, max_batch: int
+) -> dict[str, onnx.ModelProto]:
+    """Both models for every batch size, by the names of their files."""
+    return {
+        model_name(name, size): lower(unroll_lanes(graph, size)[0], bits)[0]
+        for size in batch_sizes(max_batch)
+        for name, graph, bits in (
+            ("target", sources.target, precision.target),
+            ("drafter", sources.drafter, precision.drafter),
+        )
+    }
 
 
 def _stored_forms(
@@ -209,7 +226,7 @@ def describe(
         mask_id=drafter.config.mask_id,
         stop_ids=target.config.stop_ids,
         vocab_size=target.config.vocab_size,
-        max_batch=1,
+        max_batch=options.max_batch,
         max_seq_len=options.max_seq_len,
         tensor_parallel=1,
         versions=versions,

@@ -1,23 +1,33 @@
-"""The CPU engine: two ONNX Runtime sessions over shared buffers, one sequence at a time.
+"""The CPU engine: ONNX Runtime sessions of target and drafter over shared buffers.
+
+A slot is one sequence: its caches and three integers (context, accepted, anchor). A call runs a
+batch of slots, one lane each; there is a pair of sessions for every batch size of `batch_sizes`, all
+over the same mapped weights, and a batch in between is filled up with idle slots. What lanes write
+behind their slot's context is unspecified anyway, so idle ones do no harm.
 
 A `Call` is a session with everything bound; running it moves nothing. What one engine writes the
-other reads: features, accepted, context and anchor go from verify to draft, tokens and lengths from
-draft to verify. Caches are bound as input and output at once and are written in place.
+other reads: features from verify to draft, tokens and lengths from draft to verify. Caches are bound
+as input and output at once and are written in place.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
+import psutil
 
-from dflash_trt.engines.directory import Manifest, check_requirements, cpu_kind, read_manifest
-from dflash_trt.engines.onnxruntime_build import session_options
+from dflash_trt.engines.directory import check_requirements, cpu_kind, read_manifest
+from dflash_trt.engines.onnxruntime_build import batch_sizes, model_name, session_options
+from dflash_trt.errors import InputError
 
 PREFILL_CHUNK = 128  # tokens; larger chunks are no faster on a CPU and let others wait longer
+_CALLS_KEPT = 64  # bound calls, least recently used out first
+Lanes = tuple[int, ...]
 
 
 def requirements() -> dict[str, str]:
@@ -45,137 +55,235 @@ class Call:
         self._session.run_with_iobinding(self._binding)
 
 
-class OnnxRuntimePair:
-    """Target and drafter of one engine directory.
+class Buffers:
+    """What a call reads and writes besides caches, for up to `lanes` lanes of `width` tokens.
 
-    Buffers, shared by both engines (S: tokens of a call, up to the prefill chunk):
-    tokens [1, S] int64; features [1, S, taps*H] fp32; accepted, context, lengths [1] int32;
-    anchor [1] int64.
+    tokens [B, S] int64; features [B, S, taps*H] fp32; logits [B, W, V] fp32; accepted, context,
+    lengths [B] int32; anchor [B] int64.
     """
+
+    def __init__(self, lanes: int, width: int, feature_size: int, rows: int, vocab: int) -> None:
+        self.tokens = np.zeros(lanes * width, np.int64)
+        self.features = np.zeros(lanes * width * feature_size, np.float32)
+        self.logits = np.zeros(lanes * rows * vocab, np.float32)
+        self.lengths, self.context, self.accepted = (np.zeros(lanes, np.int32) for _ in range(3))
+        self.anchor = np.zeros(lanes, np.int64)
+        self.feature_size, self.vocab = feature_size, vocab
+
+    def view(self, name: str, *shape: int) -> np.ndarray:
+        """The start of a buffer in `shape`."""
+        buffer: np.ndarray = getattr(self, name)
+        return buffer[: int(np.prod(shape))].reshape(shape)
+
+
+class OnnxRuntimePair:
+    """Target and drafter of one engine directory, with `manifest.max_batch` slots.
+
+    `context` [slots] int32 counts the cached tokens of each slot and `anchor` [slots] int64 holds the
+    token behind them. `tokens` [B, W], `accepted` [B] and `logits` [B, W, V] belong to the last
+    verify (or prefill) and are in the order of its slots; they are overwritten by the next one.
+    """
+
+    prefill_chunk = PREFILL_CHUNK
 
     def __init__(self, path: Path, threads: int = 0, verify: bool = True) -> None:
         """`threads` 0: one per core of this process. `verify`: compare every file with its hash."""
-        self.manifest = read_manifest(path, verify)
-        check_requirements(path, self.manifest, requirements())
+        self.manifest = m = read_manifest(path, verify)
+        check_requirements(path, m, requirements())
+        self._sizes = batch_sizes(m.max_batch)
         threads = threads or len(os.sched_getaffinity(0))
-        self._target = self._session(path / "target.onnx", threads)
-        self._drafter = self._session(path / "drafter.onnx", threads)
-        self._target_caches = self._caches(self._target)
-        self._drafter_caches = self._caches(self._drafter)
-        width = max(PREFILL_CHUNK, self.manifest.block)
-        shapes = {i.name: i.shape for i in self._drafter.get_inputs()}
-        self._feature_size = int(shapes["features"][2])
-        self._tokens = np.zeros(width, np.int64)
-        self._features = np.zeros(width * self._feature_size, np.float32)
-        self._lengths, self._context, self._accepted = (np.zeros(1, np.int32) for _ in range(3))
-        self._anchor = np.zeros(1, np.int64)
-        self._calls: dict[tuple[str, int, int], Call] = {}
+        self._sessions = {
+            (model, size): _session(path / f"{model_name(model, size)}.onnx", threads)
+            for model in ("target", "drafter")
+            for size in self._sizes
+        }
+        check_memory(self.cache_bytes)
+        self._caches = {
+            model: [self._slot_caches(model) for _ in range(m.max_batch)]
+            for model in ("target", "drafter")
+        }
+        shapes = {i.name: i.shape for i in self._sessions["drafter", 1].get_inputs()}
+        size = int(shapes["features"][2])
+        self._batch = Buffers(m.max_batch, m.block, size, m.block, m.vocab_size)
+        self._chunk = Buffers(1, max(PREFILL_CHUNK, m.block), size, 1, m.vocab_size)
+        self.context, self._accepted = (np.zeros(m.max_batch, np.int32) for _ in range(2))
+        self.anchor = np.zeros(m.max_batch, np.int64)
+        self.tokens, self.accepted = self._batch.view("tokens", 1, 1), self._batch.accepted[:1]
+        self.logits = self._batch.view("logits", 1, 1, m.vocab_size)
+        self._calls: OrderedDict[Hashable, Call] = OrderedDict()
+        self._arranged: tuple[Lanes, int] = ((), 0)  # lanes and rows that `features` holds
 
-    @staticmethod
-    def _session(path: Path, threads: int) -> ort.InferenceSession:
-        return ort.InferenceSession(
-            path, session_options(threads), providers=["CPUExecutionProvider"]
-        )
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all caches of all slots."""
+        shapes = [s for model in ("target", "drafter") for s in self._cache_shapes(model).values()]
+        return 4 * self.manifest.max_batch * sum(int(np.prod(shape)) for shape in shapes)
 
-    def _caches(self, session: ort.InferenceSession) -> dict[str, ort.OrtValue]:
-        shapes = {i.name: i.shape for i in session.get_inputs() if "_cache." in i.name}
+    def _cache_shapes(self, model: str) -> dict[str, tuple[int, int, int, int]]:
+        inputs = self._sessions[model, 1].get_inputs()
+        shapes = {i.name: i.shape for i in inputs if "_cache." in i.name}
         size = self.manifest.capacity
+        return {name: (1, heads, size, dim) for name, (_, heads, _, dim) in shapes.items()}
+
+    def _slot_caches(self, model: str) -> dict[str, ort.OrtValue]:
         return {
-            name: ort.OrtValue.ortvalue_from_numpy(np.zeros((1, heads, size, dim), np.float32))
-            for name, (_, heads, _, dim) in shapes.items()
+            name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
+            for name, shape in self._cache_shapes(model).items()
         }
 
-    # What the host reads and writes: a few integers per cycle.
+    # Slots
 
-    @property
-    def accepted(self) -> int:
-        """Rows of the last target call that are committed."""
-        return int(self._accepted[0])
+    def release(self, slot: int) -> None:
+        """Forget a slot's sequence; what its caches hold is overwritten, never read."""
+        self.context[slot] = self._accepted[slot] = 0
 
-    @property
-    def anchor(self) -> int:
-        """The target's own token behind them."""
-        return int(self._anchor[0])
+    def commit(self, slot: int, accepted: int, anchor: int) -> None:
+        """Overrule the last verify: `accepted` rows of the slot's block count, `anchor` follows."""
+        self.context[slot] += accepted - self._accepted[slot]
+        self._accepted[slot], self.anchor[slot] = accepted, anchor
 
-    @property
-    def context(self) -> int:
-        """Cached tokens after the last target call."""
-        return int(self._context[0])
+    # Calls of a cycle
 
-    def tokens(self, count: int) -> list[int]:
-        """The first `count` tokens of the block that was verified last."""
-        return self._tokens[:count].tolist()
+    def prefill(self, slot: int, chunk: np.ndarray, inject: bool, logits: bool = False) -> None:
+        """Run `chunk` [S] int64, S <= prefill_chunk, behind the slot's context; all is committed.
 
-    def reset(self) -> None:
-        """Forget the sequence; what the caches hold is overwritten, never read."""
-        self._context[0] = 0
+        inject: give the drafter its features; logits: leave those [1, 1, V] behind the last token.
+        """
+        b, size = self._chunk, len(chunk)
+        b.tokens[:size] = chunk
+        b.lengths[0] = self.context[slot]
+        self._target_call(b, (slot,), size, np.array([[size - 1]]), logits).run()
+        if inject:
+            self._draft_call(b, (slot,), size, 0).run()
+        self.context[slot], self.anchor[slot], self._accepted[slot] = b.context[0], b.anchor[0], 0
+        self.logits = b.view("logits", 1, 1, b.vocab)
 
-    def prefill(self, chunk: np.ndarray) -> None:
-        """Run `chunk` [S] int64 behind the context, S <= PREFILL_CHUNK; all of it is committed."""
-        size = len(chunk)
-        self._tokens[:size] = chunk
-        self._lengths[0] = self._context[0]
-        self._target_call(size, rows=np.array([[size - 1]])).run()
+    def draft(self, slots: Sequence[int], count: int) -> None:
+        """Inject the rows that the last verify committed; draft `count` tokens behind each anchor."""
+        lanes = self._lanes(slots)
+        rows = self._arrange(lanes)
+        b, index = self._batch, list(lanes)
+        size = len(lanes)
+        b.context[:size], b.anchor[:size] = self.context[index], self.anchor[index]
+        b.accepted[:size] = self._accepted[index]
+        key = ("draft", lanes, rows, count)
+        self._bound(key, lambda: self._draft_call(b, lanes, rows, count)).run()
 
-    def decode(self) -> None:
-        """Run the anchor alone: one autoregressive step."""
-        self._tokens[0] = self._anchor[0]
-        self._lengths[0] = self._context[0]
-        self._cached_target_call(1).run()
+    def verify(self, slots: Sequence[int], width: int, logits: bool = False) -> None:
+        """Run the blocks of `width` tokens that `draft` left for these slots (1: the anchors)."""
+        lanes = self._lanes(slots)
+        b, index, size = self._batch, list(lanes), len(lanes)
+        if width == 1:
+            b.tokens[:size], b.lengths[:size] = self.anchor[index], self.context[index]
+        rows = np.tile(np.arange(width), (size, 1))
+        key = ("verify", lanes, width, logits)
+        self._bound(key, lambda: self._target_call(b, lanes, width, rows, logits)).run()
+        self._arranged = lanes, width
+        self._leave_results(list(slots), size, width)
 
-    def draft(self, rows: int, slots: int) -> None:
-        """Inject `rows` feature rows, of which `accepted` count; draft `slots` tokens (0: only inject)."""
-        key = ("draft", rows, slots)
-        call = self._calls.get(key) or self._draft_call(rows, slots)
-        if rows <= self.manifest.block:
-            self._calls[key] = call
-        call.run()
+    def _leave_results(self, slots: list[int], lanes: int, width: int) -> None:
+        b, used = self._batch, len(slots)
+        self.context[slots], self.anchor[slots] = b.context[:used], b.anchor[:used]
+        self._accepted[slots] = b.accepted[:used]
+        self.accepted = b.accepted[:used]
+        self.tokens = b.view("tokens", lanes, width)[:used]
+        self.logits = b.view("logits", lanes, width, b.vocab)[:used]
 
-    def verify(self, width: int) -> None:
-        """Run the drafted block, `width` tokens with the anchor."""
-        self._cached_target_call(width).run()
+    # Lanes
 
-    # Calls
+    def _lanes(self, slots: Sequence[int]) -> Lanes:
+        """The slots, and idle ones behind them up to the next batch size."""
+        size = next(size for size in self._sizes if size >= len(slots))
+        idle = (s for s in range(self.manifest.max_batch) if s not in slots)
+        return (*slots, *(next(idle) for _ in range(size - len(slots))))
 
-    def _cached_target_call(self, width: int) -> Call:
-        key = ("verify", width, width)
-        if key not in self._calls:
-            self._calls[key] = self._target_call(width, rows=np.arange(width)[None])
-        return self._calls[key]
+    def _arrange(self, lanes: Lanes) -> int:
+        """Bring the features of the last verify into the order of `lanes`; how many rows each has.
 
-    def _view(self, buffer: np.ndarray, *shape: int) -> ort.OrtValue:
-        """The start of a buffer as an OrtValue of `shape`, sharing its memory."""
-        return ort.OrtValue.ortvalue_from_numpy(buffer[: int(np.prod(shape))].reshape(shape))
+        A slot that was not part of it has no row to inject: what lies in its lane does not count.
+        """
+        before, rows = self._arranged
+        rows = rows or 1
+        if before and before != lanes:
+            b = self._batch
+            old = b.view("features", len(before), rows, b.feature_size).copy()
+            new = b.view("features", len(lanes), rows, b.feature_size)
+            for lane, slot in enumerate(lanes):
+                if slot in before:
+                    new[lane] = old[before.index(slot)]
+                else:
+                    assert self._accepted[slot] == 0, "features of a slot were lost"
+        self._arranged = lanes, rows
+        return rows
 
-    def _target_call(self, size: int, rows: np.ndarray) -> Call:
+    # Binding
+
+    def _bound(self, key: Hashable, make: Callable[[], Call]) -> Call:
+        """The call of `key`, bound once and kept for a while."""
+        call = self._calls.pop(key, None) or make()
+        self._calls[key] = call
+        if len(self._calls) > _CALLS_KEPT:
+            self._calls.popitem(last=False)
+        return call
+
+    def _bind_caches(self, model: str, lanes: Lanes) -> dict[str, ort.OrtValue]:
+        if len(lanes) == 1:
+            return self._caches[model][lanes[0]]
+        return {
+            f"{name}.lane{lane}": cache
+            for lane, slot in enumerate(lanes)
+            for name, cache in self._caches[model][slot].items()
+        }
+
+    def _target_call(
+        self, b: Buffers, lanes: Lanes, width: int, rows: np.ndarray, logits: bool
+    ) -> Call:
+        size, caches = len(lanes), self._bind_caches("target", lanes)
         inputs = {
-            "tokens": self._view(self._tokens, 1, size),
-            "lengths": self._view(self._lengths, 1),
-            "rows": ort.OrtValue.ortvalue_from_numpy(rows.astype(np.int64)),
-            **self._target_caches,
+            "tokens": _value(b.view("tokens", size, width)),
+            "lengths": _value(b.lengths[:size]),
+            "rows": _value(rows.astype(np.int64)),
+            **caches,
         }
         outputs = {
-            "features": self._view(self._features, 1, size, self._feature_size),
-            "accepted": self._view(self._accepted, 1),
-            "anchor": self._view(self._anchor, 1),
-            "context": self._view(self._context, 1),
-            **{f"{name}.out": cache for name, cache in self._target_caches.items()},
+            "features": _value(b.view("features", size, width, b.feature_size)),
+            **{name: _value(b.view(name, size)) for name in ("accepted", "anchor", "context")},
+            **{f"{name}.out": cache for name, cache in caches.items()},
         }
-        return Call(self._target, inputs, outputs)
+        if logits:
+            outputs["logits"] = _value(b.view("logits", *rows.shape, b.vocab))
+        return Call(self._sessions["target", size], inputs, outputs)
 
-    def _draft_call(self, rows: int, slots: int) -> Call:
-        masks = np.full((1, slots), self.manifest.mask_id, np.int64)
+    def _draft_call(self, b: Buffers, lanes: Lanes, rows: int, count: int) -> Call:
+        size, caches = len(lanes), self._bind_caches("drafter", lanes)
         inputs = {
-            "features": self._view(self._features, 1, rows, self._feature_size),
-            "accepted": self._view(self._accepted, 1),
-            "context": self._view(self._context, 1),
-            "anchor": self._view(self._anchor, 1),
-            "masks": ort.OrtValue.ortvalue_from_numpy(masks),
-            **self._drafter_caches,
+            "features": _value(b.view("features", size, rows, b.feature_size)),
+            **{name: _value(b.view(name, size)) for name in ("accepted", "anchor", "context")},
+            "masks": _value(np.full((size, count), self.manifest.mask_id, np.int64)),
+            **caches,
         }
         outputs = {
-            "tokens": self._view(self._tokens, 1, 1 + slots),
-            "lengths": self._view(self._lengths, 1),
-            **{f"{name}.out": cache for name, cache in self._drafter_caches.items()},
+            "tokens": _value(b.view("tokens", size, 1 + count)),
+            "lengths": _value(b.lengths[:size]),
+            **{f"{name}.out": cache for name, cache in caches.items()},
         }
-        return Call(self._drafter, inputs, outputs)
+        return Call(self._sessions["drafter", size], inputs, outputs)
+
+
+def _session(path: Path, threads: int) -> ort.InferenceSession:
+    return ort.InferenceSession(path, session_options(threads), providers=["CPUExecutionProvider"])
+
+
+def _value(array: np.ndarray) -> ort.OrtValue:
+    """An OrtValue over the array's own memory."""
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def check_memory(needed: int) -> None:
+    """Refuse caches of `needed` bytes where the machine has not that much left."""
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise InputError(
+            f"the caches need {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
+            "build with a smaller --max-batch or --max-seq-len"
+        )

@@ -1,14 +1,16 @@
 """Compile lowered graphs for ONNX Runtime on the CPU: optimised model files and one weights file.
 
-ONNX Runtime packs matrices into the layout of its kernels when it loads a model. For what both
-models use (the lm_head) the packed form is stored too: both sessions then map the same pages and it
-is in memory once. Anything else packed stays private to its session and is not stored. The packed
-layout belongs to an ONNX Runtime version and a kind of CPU; engine.json records both.
+ONNX Runtime packs matrices into the layout of its kernels when it loads a model. For what several
+models use (the lm_head; every weight where there are models for several batch sizes) the packed form
+is stored too: all sessions then map the same pages and it is in memory once. Anything else packed
+stays private to its session and is not stored. The packed layout belongs to an ONNX Runtime version
+and a kind of CPU; engine.json records both.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,17 @@ WEIGHTS_FILE = "weights.bin"
 _INLINE_LIMIT = 1024  # bytes; smaller initializers stay in the model file
 
 Arrays = Callable[[], dict[str, np.ndarray]]
+
+
+def batch_sizes(max_batch: int) -> tuple[int, ...]:
+    """Batches that models are compiled for: powers of two below `max_batch`, and `max_batch`."""
+    powers = [2**n for n in range(max_batch.bit_length()) if 2**n < max_batch]
+    return (*powers, max_batch)
+
+
+def model_name(model: str, batch: int) -> str:
+    """The name of the file for a batch size, without its suffix."""
+    return model if batch == 1 else f"{model}.b{batch}"
 
 
 @dataclass
@@ -133,10 +146,9 @@ def _optimise(model: onnx.ModelProto, folder: Path, name: str) -> onnx.ModelProt
 
 
 def _shared_inputs(models: Iterable[onnx.ModelProto]) -> set[str]:
-    """Names that nodes of all models read."""
-    return set.intersection(
-        *({name for node in m.graph.node for name in node.input} for m in models)
-    )
+    """Names that nodes of more than one model read."""
+    seen = Counter(name for m in models for name in {n for x in m.graph.node for n in x.input})
+    return {name for name, count in seen.items() if count > 1}
 
 
 def _move_blobs(
@@ -146,7 +158,7 @@ def _move_blobs(
     data = np.memmap(packed, np.uint8, "r")
 
     def moved(offset: int, length: int) -> int:
-        return merged.append(file, memoryview(data[offset : offset + length]))
+        return merged.append(file, data[offset : offset + length].data)
 
     for tensor in model.graph.initializer:
         if tensor.data_location != onnx.TensorProto.EXTERNAL:

@@ -1,5 +1,6 @@
-"""From a source graph to what ONNX Runtime's CPU provider runs fastest, for one sequence (B = 1).
+"""From a source graph to what ONNX Runtime's CPU provider runs fastest.
 
+The ops that touch caches are lowered for one sequence; `lanes.unroll_lanes` makes them so in a batch.
 Each rule below replaces one kind of node and says what it relies on. Ops without a rule stay: their
 local function is run as it is. Weights become initializers; `weight_tensors` names them.
 """
@@ -166,16 +167,17 @@ def _cached_attention(state: Lowering, node: onnx.NodeProto) -> bool:
 
 def _sequence_lengths(state: Lowering, lengths: str, rows: str) -> tuple[str, str]:
     """GroupQueryAttention's last valid index per sequence, and the longest length, as int32."""
-    if "seq.total" not in state.skipped:
-        state.skipped.add("seq.total")
-        size = state.emit("Shape", [rows], ["seq.rows"], start=1, end=2)
-        size = state.emit("Cast", [size], ["seq.size"], to=TensorProto.INT32)
-        total = state.emit("Add", [lengths, size], ["seq.after"])
+    last, longest = f"{lengths}.last", f"{lengths}.total"
+    if longest not in state.skipped:
+        state.skipped.add(longest)
+        size = state.emit("Shape", [rows], [f"{lengths}.rows"], start=1, end=2)
+        size = state.emit("Cast", [size], [f"{lengths}.size"], to=TensorProto.INT32)
+        total = state.emit("Add", [lengths, size], [f"{lengths}.after"])
         one = numpy_helper.from_array(np.ones(1, np.int32), "int32.1")
         state.constants["int32.1"] = one
-        state.emit("Sub", [total, "int32.1"], ["seq.last"])
-        state.emit("ReduceMax", [total], ["seq.total"], keepdims=1)
-    return "seq.last", "seq.total"
+        state.emit("Sub", [total, "int32.1"], [last])
+        state.emit("ReduceMax", [total], [longest], keepdims=1)
+    return last, longest
 
 
 def _no_sinks(state: Lowering, sinks: str) -> bool:

@@ -1,33 +1,42 @@
-"""The cycle: one draft call, one verify call, and what was committed by them."""
+"""The cycle: one draft call, one verify call, and what was committed by them, for a batch of slots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dflash_trt.engines.directory import Manifest
+from dflash_trt.runtime.acceptance import clip_block, commit_block
+from dflash_trt.runtime.sampling import Chooser
 
 
 class EnginePair(Protocol):
-    """What the runtime knows of a pair of engines; see `engines.onnxruntime.OnnxRuntimePair`."""
+    """What the runtime knows of a pair of engines; see `engines.onnxruntime.OnnxRuntimePair`.
+
+    By slot: context (cached tokens), anchor (the token behind them). Of the last verify, in the
+    order of its slots: tokens [B, W], accepted [B], logits [B, W, V] where they were asked for.
+    """
 
     manifest: Manifest
+    prefill_chunk: int
+    context: NDArray[np.int32]
+    anchor: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    accepted: NDArray[np.int32]
+    logits: NDArray[np.float32]
 
     @property
-    def accepted(self) -> int: ...
-    @property
-    def anchor(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    def tokens(self, count: int) -> list[int]: ...
-    def reset(self) -> None: ...
-    def prefill(self, chunk: np.ndarray) -> None: ...
-    def decode(self) -> None: ...
-    def draft(self, rows: int, slots: int) -> None: ...
-    def verify(self, width: int) -> None: ...
+    def cache_bytes(self) -> int: ...
+    def release(self, slot: int) -> None: ...
+    def prefill(self, slot: int, chunk: np.ndarray, inject: bool, logits: bool = False) -> None: ...
+    def draft(self, slots: Sequence[int], count: int) -> None: ...
+    def verify(self, slots: Sequence[int], width: int, logits: bool = False) -> None: ...
+    def commit(self, slot: int, accepted: int, anchor: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -43,53 +52,73 @@ class StepResult:
         return len(self.committed) - 1
 
 
-class Cycle:
-    """One sequence on a pair of engines.
+@dataclass(frozen=True)
+class Lane:
+    """One sequence's part in a cycle. width: tokens of its block, 1 where it is not drafted."""
 
-    Between calls the engines hold `context` cached tokens and `anchor`, the token behind them, which
-    the target has chosen and not yet seen. `_rows` counts the feature rows that the last target call
-    left and that the drafter has not been given yet.
+    slot: int
+    width: int
+    chooser: Chooser
+
+
+class Cycle:
+    """Drives a pair of engines; `engine_seconds` adds up the time spent in them.
+
+    Between calls the engines hold, for each slot, `context` cached tokens and `anchor`, the token
+    behind them, which was chosen and not yet run through the target.
     """
 
-    def __init__(self, engines: EnginePair, chunk: int, width: int | None = None) -> None:
-        """`width`: tokens per verify, 2 to the engine's block; None takes the block, 1 drafts not."""
+    def __init__(self, engines: EnginePair) -> None:
         self._engines = engines
-        self._chunk = chunk
-        self._width = width or engines.manifest.block
-        self._rows = 0
+        self.engine_seconds = 0.0
 
-    @property
-    def context(self) -> int:
-        return self._engines.context
+    def prefill(self, lane: Lane, chunk: NDArray[np.int64], last: bool) -> int | None:
+        """Run a piece of a prompt; the first token behind it where the piece is the `last`."""
+        e = self._engines
+        processed = last and lane.chooser.needs_logits
+        self._timed(lambda: e.prefill(lane.slot, chunk, inject=lane.width > 1, logits=processed))
+        if not last:
+            return None
+        if processed:
+            token = lane.chooser.choose(e.logits[0, 0])
+            e.commit(lane.slot, 0, token)
+        else:
+            token = int(e.anchor[lane.slot])
+            lane.chooser.push(token)
+        return token
 
-    def start(self, prompt: Sequence[int]) -> int:
-        """Prefill `prompt` chunk by chunk, injecting each; returns the first token behind it."""
-        self._engines.reset()
-        self._rows = 0
-        ids = np.asarray(prompt, np.int64)
-        for begin in range(0, len(ids), self._chunk):
-            if self._rows and self._width > 1:
-                self._engines.draft(self._rows, slots=0)
-            chunk = ids[begin : begin + self._chunk]
-            self._engines.prefill(chunk)
-            self._rows = len(chunk)
-        return self._engines.anchor
-
-    def step(self) -> StepResult:
+    def step(self, lanes: Sequence[Lane]) -> list[StepResult]:
         """Draft, verify, commit."""
-        if self._width == 1:
-            return self._plain_step()
-        before = self._engines.context
-        self._engines.draft(self._rows, slots=self._width - 1)
-        self._engines.verify(self._width)
-        self._rows = self._width
-        accepted = self._engines.accepted
-        assert self._engines.context == before + accepted, (
+        e, slots = self._engines, [lane.slot for lane in lanes]
+        width = max(lane.width for lane in lanes)
+        before = e.context[slots]
+        processed = any(lane.chooser.needs_logits for lane in lanes)
+        if width > 1:
+            self._timed(lambda: e.draft(slots, width - 1))
+        self._timed(lambda: e.verify(slots, width, processed))
+        results = [self._commit(lane, index) for index, lane in enumerate(lanes)]
+        assert [len(r.committed) for r in results] == (e.context[slots] - before).tolist(), (
             "context rows and committed tokens differ"
         )
-        drafts = self._engines.tokens(accepted)[1:]
-        return StepResult((*drafts, self._engines.anchor), self._width - 1)
+        return results
 
-    def _plain_step(self) -> StepResult:
-        self._engines.decode()
-        return StepResult((self._engines.anchor,), 0)
+    def _commit(self, lane: Lane, index: int) -> StepResult:
+        """The lane's own part of its block; the engines are overruled where they differ."""
+        e, chooser = self._engines, lane.chooser
+        drafts, accepted = e.tokens[index, 1:].tolist(), int(e.accepted[index])
+        anchor = int(e.anchor[lane.slot])
+        if chooser.needs_logits:
+            rows = e.logits[index]
+            committed = commit_block(drafts[: lane.width - 1], lambda j: chooser.choose(rows[j]))
+        else:
+            committed = clip_block(accepted, drafts, anchor, lane.width)
+            for token in committed:
+                chooser.push(token)
+        if (len(committed), committed[-1]) != (accepted, anchor):
+            e.commit(lane.slot, len(committed), committed[-1])
+        return StepResult(tuple(committed), lane.width - 1)
+
+    def _timed(self, call: Callable[[], None]) -> None:
+        begin = perf_counter()
+        call()
+        self.engine_seconds += perf_counter() - begin

@@ -1,157 +1,228 @@
-"""Generating: from a prompt to tokens, with or without drafting."""
+"""The runtime's API: from prompts to answers, at once or as they come, alone or many together.
+
+    runtime = Runtime.load(Path("engines/smollm2-135m-int8"))
+    answer = runtime.generate("Why is the sky blue?", GenerationOptions(temperature=0.7, seed=1))
+    answers = runtime.generate(["One?", "Two?"], GenerationOptions(64))   # in one batch
+    async for delta in runtime.stream("Why?", GenerationOptions(64)):
+        print(delta.text, end="")
+
+Methods may be called from any thread. A thread of the runtime's own runs the cycles while there is
+work and ends when there is none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import cast, overload
 
 import numpy as np
 
-from dflash_trt.engines.onnxruntime import PREFILL_CHUNK, OnnxRuntimePair
-from dflash_trt.errors import InputError
-from dflash_trt.runtime.cycle import Cycle, EnginePair
-from dflash_trt.runtime.metrics import GenerationMetrics
+from dflash_trt.engines.onnxruntime import OnnxRuntimePair
+from dflash_trt.runtime.cycle import EnginePair
+from dflash_trt.runtime.metrics import RuntimeMetrics
+from dflash_trt.runtime.options import GenerationOptions
+from dflash_trt.runtime.request import Delta, Generation, Request
+from dflash_trt.runtime.scheduler import QueueFullError, Scheduler
 from dflash_trt.runtime.text import Message, TextCodec
 
+__all__ = ["Delta", "Generation", "GenerationOptions", "Prompt", "QueueFullError", "Runtime"]
 
-@dataclass(frozen=True)
-class GenerationOptions:
-    """max_tokens: at most so many new tokens; draft: False decodes one token at a time; width:
-    tokens per verify call, 2 to the engine's block (None: the block)."""
-
-    max_tokens: int = 256
-    draft: bool = True
-    width: int | None = None
-    ignore_eos: bool = False
-
-
-@dataclass
-class Generation:
-    """A finished request: its tokens, why it ended (`stop` or `length`), and its metrics."""
-
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str = "length"
-    metrics: GenerationMetrics = field(default_factory=GenerationMetrics)
-
-
-class TimedPair:
-    """Passes calls on to a pair of engines and adds up the time spent in them."""
-
-    def __init__(self, engines: EnginePair) -> None:
-        self._engines = engines
-        self.manifest = engines.manifest
-        self.seconds = 0.0
-
-    accepted = property(lambda self: self._engines.accepted)
-    anchor = property(lambda self: self._engines.anchor)
-    context = property(lambda self: self._engines.context)
-
-    def tokens(self, count: int) -> list[int]:
-        return self._engines.tokens(count)
-
-    def reset(self) -> None:
-        self._engines.reset()
-
-    def prefill(self, chunk: np.ndarray) -> None:
-        self._engines.prefill(chunk)
-
-    def decode(self) -> None:
-        begin = perf_counter()
-        self._engines.decode()
-        self.seconds += perf_counter() - begin
-
-    def draft(self, rows: int, slots: int) -> None:
-        begin = perf_counter()
-        self._engines.draft(rows, slots)
-        self.seconds += perf_counter() - begin
-
-    def verify(self, width: int) -> None:
-        begin = perf_counter()
-        self._engines.verify(width)
-        self.seconds += perf_counter() - begin
+Prompt = str | Sequence[int] | Sequence[Message]
+_DEFAULT = GenerationOptions()
 
 
 class Runtime:
-    """An engine directory, loaded: text in, text out."""
+    """An engine directory, loaded: text in, text out.
 
-    def __init__(self, engines: EnginePair, codec: TextCodec) -> None:
+    A prompt is a question (the chat template is applied), a list of chat messages, or token ids.
+    """
+
+    def __init__(self, engines: EnginePair, codec: TextCodec, queue_limit: int = 256) -> None:
         self.manifest = engines.manifest
         self.codec = codec
-        self._engines = TimedPair(engines)
+        self._scheduler = Scheduler(engines, queue_limit)
+        self._lock = Lock()
+        self._thread: Thread | None = None
 
     @classmethod
-    def load(cls, path: Path, threads: int = 0) -> Runtime:
-        """Load an engine directory; everything in it is checked first."""
+    def load(cls, path: Path, threads: int = 0, queue_limit: int = 256) -> Runtime:
+        """Load an engine directory; everything in it is checked first.
+
+        threads: 0 for one per core; queue_limit: requests that may wait for a slot.
+        """
         engines = OnnxRuntimePair(path, threads)
-        return cls(engines, TextCodec(path, engines.manifest.chat_arguments))
+        return cls(engines, TextCodec(path, engines.manifest.chat_arguments), queue_limit)
+
+    @property
+    def metrics(self) -> RuntimeMetrics:
+        return self._scheduler.metrics
 
     def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a question or of chat messages, with the assistant's turn open."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self.codec.chat_ids(messages)
 
-    def generate(self, prompt: Sequence[int], options: GenerationOptions) -> Generation:
-        """All tokens behind `prompt` (token ids), greedy."""
-        generation = Generation()
-        for _ in self.steps(prompt, options, generation):
-            pass
-        return generation
+    # Answers at once
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts to mypy
+        self, prompt: Prompt, options: GenerationOptions = ...
+    ) -> Generation: ...
+    @overload
+    def generate(
+        self, prompt: Sequence[Prompt], options: GenerationOptions = ...
+    ) -> list[Generation]: ...
+    def generate(
+        self, prompt: Prompt | Sequence[Prompt], options: GenerationOptions = _DEFAULT
+    ) -> Generation | list[Generation]:
+        """The answer to a prompt, or the answers to a list of prompts, batched, in their order."""
+        if _is_one(prompt):
+            return self._finish_all([cast(Prompt, prompt)], options)[0]
+        return self._finish_all(cast(Sequence[Prompt], prompt), options)
+
+    def _finish_all(
+        self, prompts: Sequence[Prompt], options: GenerationOptions
+    ) -> list[Generation]:
+        running: deque[_Answer] = deque()
+        done: list[Generation] = []
+        try:
+            for prompt in prompts:
+                while (answer := self._try(prompt, options)) is None:
+                    if not running:
+                        raise QueueFullError("the queue is full; try again later")
+                    done.append(running.popleft().finish())
+                running.append(answer)
+            while running:
+                done.append(running.popleft().finish())
+        finally:
+            for answer in running:
+                answer.request.cancelled = True
+        return done
+
+    def _try(self, prompt: Prompt, options: GenerationOptions) -> _Answer | None:
+        try:
+            return _Answer(self, prompt, options, Generation())
+        except QueueFullError:
+            return None
+
+    # Answers as they come
+
+    def deltas(
+        self, prompt: Prompt, options: GenerationOptions, generation: Generation | None = None
+    ) -> Iterator[Delta]:
+        """What each cycle adds, as it comes; `generation` is filled along the way.
+
+        Leaving the loop early cancels the request.
+        """
+        answer = _Answer(self, prompt, options, generation or Generation())
+        try:
+            yield from answer
+        finally:
+            answer.request.cancelled = True
 
     def steps(
         self, prompt: Sequence[int], options: GenerationOptions, generation: Generation
     ) -> Iterator[list[int]]:
-        """The new tokens of each call as they come; `generation` is filled along the way."""
-        self._check(prompt, options)
-        metrics = generation.metrics
-        metrics.prompt_tokens = len(prompt)
-        cycle = Cycle(self._engines, PREFILL_CHUNK, options.width if options.draft else 1)
-        begin = perf_counter()
-        tokens = self._take([cycle.start(prompt)], options, generation)
-        metrics.ttft = perf_counter() - begin
-        yield tokens
-        while not self._done(generation, options, cycle.context):
-            begin, engine_before = perf_counter(), self._engines.seconds
-            step = cycle.step()
-            tokens = self._take(step.committed, options, generation)
-            metrics.count(step)
-            spent = perf_counter() - begin
-            metrics.decode_seconds += spent
-            metrics.host_seconds += spent - (self._engines.seconds - engine_before)
-            yield tokens
+        """The new tokens of each cycle as they come; `generation` is filled along the way."""
+        for delta in self.deltas(prompt, options, generation):
+            yield list(delta.tokens)
 
-    def _check(self, prompt: Sequence[int], options: GenerationOptions) -> None:
-        if not prompt:
-            raise InputError("the prompt is empty")
-        if options.max_tokens < 1:
-            raise InputError(f"max-tokens {options.max_tokens}: at least one token is generated")
-        if len(prompt) >= self.manifest.max_seq_len:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens, the engine holds "
-                f"{self.manifest.max_seq_len} with the answer"
-            )
-        width = options.width
-        if width is not None and not 2 <= width <= self.manifest.block:
-            raise InputError(
-                f"width {width}: this engine verifies 2 to {self.manifest.block} tokens"
-            )
+    async def stream(
+        self,
+        prompt: Prompt,
+        options: GenerationOptions = _DEFAULT,
+        generation: Generation | None = None,
+    ) -> AsyncIterator[Delta]:
+        """What each cycle adds, as it comes; closing the iterator cancels the request."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Delta] = asyncio.Queue()
 
-    def _take(
-        self, committed: Sequence[int], options: GenerationOptions, generation: Generation
-    ) -> list[int]:
-        """Keep committed tokens up to the first stop id and the token limit."""
-        kept = []
-        for token in committed[: options.max_tokens - len(generation.tokens)]:
-            if token in self.manifest.stop_ids and not options.ignore_eos:
-                generation.finish_reason = "stop"
-                break
-            kept.append(token)
-        generation.tokens += kept
-        generation.metrics.tokens = len(generation.tokens)
-        return kept
+        def sink(delta: Delta) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(arrived.put_nowait, delta)
 
-    def _done(self, generation: Generation, options: GenerationOptions, context: int) -> bool:
-        full = context + 1 >= self.manifest.max_seq_len
-        enough = len(generation.tokens) >= options.max_tokens
-        return generation.finish_reason == "stop" or enough or full
+        request = self.submit(prompt, options, sink, generation)
+        try:
+            while True:
+                delta = await arrived.get()
+                yield _checked(delta)
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            request.cancelled = True
+
+    # The thread that runs the cycles
+
+    def submit(
+        self,
+        prompt: Prompt,
+        options: GenerationOptions,
+        sink: Callable[[Delta], None],
+        generation: Generation | None = None,
+    ) -> Request:
+        """Queue a request; `sink` gets its deltas in the runtime's thread. To cancel it, set
+        `cancelled`: the slot is free within one cycle and a last delta says so."""
+        ids = self._ids(prompt)
+        request = Request(ids, options, self.manifest, self.codec, sink, generation)
+        with self._lock:
+            self._scheduler.submit(request)
+            if self._thread is None:
+                self._thread = Thread(target=self._work, name="dflash-cycles", daemon=True)
+                self._thread.start()
+        return request
+
+    def _ids(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+            return self.prompt_ids(cast(str | Sequence[Message], prompt))
+        return cast(Sequence[int], prompt)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._scheduler.busy:
+                    self._thread = None
+                    return
+            try:
+                self._scheduler.step()
+            except Exception as error:
+                self._scheduler.fail(error)
+
+
+class _Answer:
+    """A request whose deltas are read from another thread."""
+
+    def __init__(
+        self, runtime: Runtime, prompt: Prompt, options: GenerationOptions, generation: Generation
+    ) -> None:
+        self._arrived: SimpleQueue[Delta] = SimpleQueue()
+        self.request = runtime.submit(prompt, options, self._arrived.put, generation)
+
+    def __iter__(self) -> Iterator[Delta]:
+        while True:
+            delta = self._arrived.get()
+            yield _checked(delta)
+            if delta.finish_reason is not None:
+                return
+
+    def finish(self) -> Generation:
+        for _ in self:
+            pass
+        return self.request.generation
+
+
+def _checked(delta: Delta) -> Delta:
+    if delta.error is not None:
+        raise delta.error
+    return delta
+
+
+def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
+    """A single prompt: text, token ids, or messages; not a list of such."""
+    if isinstance(prompt, str) or not len(prompt):
+        return True
+    return not isinstance(prompt[0], str | Sequence | np.ndarray)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_trt.runtime.cycle import StepResult
+
+if TYPE_CHECKING:
+    from dflash_trt.runtime.request import Generation
 
 
 @dataclass
@@ -21,8 +25,9 @@ class GenerationMetrics:
     accepted_by_slot: list[int] = field(default_factory=list)
     drafted_by_slot: list[int] = field(default_factory=list)
     ttft: float = 0.0
+    queue_seconds: float = 0.0
     decode_seconds: float = 0.0
-    host_seconds: float = 0.0
+    engine_seconds: float = 0.0
 
     def count(self, step: StepResult) -> None:
         self.cycles += 1
@@ -39,7 +44,7 @@ class GenerationMetrics:
         """Sum of two requests."""
         for name in ("prompt_tokens", "tokens", "cycles", "committed", "drafted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("ttft", "decode_seconds", "host_seconds"):
+        for name in ("ttft", "queue_seconds", "decode_seconds", "engine_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for mine, theirs in (
             (self.accepted_by_slot, other.accepted_by_slot),
@@ -76,7 +81,7 @@ class GenerationMetrics:
     @property
     def host_share(self) -> float:
         """Share of the decoding time that was spent outside the engines."""
-        return self.host_seconds / self.decode_seconds if self.decode_seconds else 0.0
+        return 1 - self.engine_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -99,3 +104,43 @@ def total(metrics: Iterable[GenerationMetrics]) -> GenerationMetrics:
     for one in metrics:
         whole.add(one)
     return whole
+
+
+@dataclass
+class RuntimeMetrics:
+    """All requests of one runtime. Counters only grow; queued, slots_used and tokens_cached are as
+    of the last cycle; cache_bytes is what all slots take."""
+
+    slots: int
+    cache_bytes: int
+    queued: int = 0
+    slots_used: int = 0
+    tokens_cached: int = 0
+    refused: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    acceptance: Counter[int] = field(default_factory=Counter)
+    requests: GenerationMetrics = field(default_factory=GenerationMetrics)
+    recent: deque[GenerationMetrics] = field(default_factory=lambda: deque(maxlen=1024))
+
+    def count(self, step: StepResult) -> None:
+        """One lane of one cycle; `acceptance` counts lanes by tokens they committed."""
+        self.acceptance[len(step.committed)] += 1
+
+    def finish(self, generation: Generation) -> None:
+        self.finished[str(generation.finish_reason)] += 1
+        self.requests.add(generation.metrics)
+        self.recent.append(generation.metrics)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of `GenerationMetrics.summary` over all finished requests, and the state."""
+        return {
+            "finished": dict(self.finished),
+            "refused": self.refused,
+            "queued": self.queued,
+            "slots": self.slots,
+            "slots_used": self.slots_used,
+            "tokens_cached": self.tokens_cached,
+            "cache_bytes": self.cache_bytes,
+            "acceptance_histogram": dict(sorted(self.acceptance.items())),
+            **self.requests.summary(),
+        }

@@ -70,6 +70,44 @@ class TextStream:
         return whole.removeprefix(self._emitted) if whole.startswith(self._emitted) else ""
 
 
+class StopFinder:
+    """Finds stop texts in text that comes in pieces, and holds back what may become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, piece: str, armed: bool = True) -> tuple[str, str | None]:
+        """(text that is safe to show, the stop text that was found or None).
+
+        Where several are found the one that begins first ends the text, before it. Not `armed`:
+        nothing is searched or held back.
+        """
+        text, self._held = self._held + piece, ""
+        if not armed:
+            return text, None
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            position, stop = min(found)
+            return text[:position], stop
+        shown = len(text) - self._undecided(text)
+        self._held = text[shown:]
+        return text[:shown], None
+
+    def finish(self) -> str:
+        """What was held back and became no stop text."""
+        text, self._held = self._held, ""
+        return text
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop text begins with."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                return size
+        return 0
+
+
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 

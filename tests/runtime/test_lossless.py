@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from dflash_trt.engines.build import BuildOptions, build_cpu
 from dflash_trt.engines.onnxruntime import PREFILL_CHUNK, OnnxRuntimePair
-from dflash_trt.runtime.cycle import Cycle
+from dflash_trt.runtime.cycle import Cycle, Lane
 from dflash_trt.runtime.generate import GenerationOptions, Runtime
+from dflash_trt.runtime.sampling import Chooser
 from tests import tiny
 
 PROMPTS = [
@@ -22,11 +24,26 @@ PROMPTS = [
 ]
 
 
+def chooser(prompt: list[int]) -> Chooser:
+    return Chooser(prompt, GenerationOptions(), (), tiny.VOCAB)
+
+
+def start(cycle: Cycle, lane: Lane, prompt: list[int]) -> int:
+    """Prefill slot 0, chunk by chunk; the first token behind the prompt."""
+    ids = np.asarray(prompt)
+    for begin in range(0, len(ids), PREFILL_CHUNK):
+        end = begin + PREFILL_CHUNK
+        token = cycle.prefill(lane, ids[begin:end], last=end >= len(ids))
+    assert token is not None
+    return token
+
+
 def plain_tokens(engines: OnnxRuntimePair, prompt: list[int], count: int) -> list[int]:
-    cycle = Cycle(engines, PREFILL_CHUNK, width=1)
-    tokens = [cycle.start(prompt)]
+    engines.release(0)
+    cycle, lane = Cycle(engines), Lane(0, 1, chooser(prompt))
+    tokens = [start(cycle, lane, prompt)]
     while len(tokens) < count:
-        tokens += cycle.step().committed
+        tokens += cycle.step([lane])[0].committed
     return tokens[:count]
 
 
@@ -36,16 +53,15 @@ class Oracle(OnnxRuntimePair):
     def follow(self, truth: list[int], start: int, random: np.random.Generator) -> None:
         self.truth, self.start, self.random = truth, start, random
 
-    def draft(self, rows: int, slots: int) -> None:
-        super().draft(rows, slots)
-        position = self.context - self.start + 1
-        for slot in range(slots):
-            if position + slot < len(self.truth):
-                self._tokens[1 + slot] = self.truth[position + slot]
-        if slots:
-            wrong = int(self.random.integers(1, slots + 2))
-            if wrong <= slots:
-                self._tokens[wrong] = (self._tokens[wrong] + 1) % tiny.VOCAB
+    def draft(self, slots: Sequence[int], count: int) -> None:
+        super().draft(slots, count)
+        block = self._batch.view("tokens", 1, 1 + count)[0]
+        position = self.context[0] - self.start + 1
+        known = self.truth[position : position + count]
+        block[1 : 1 + len(known)] = known
+        wrong = int(self.random.integers(1, count + 2))
+        if wrong <= count:
+            block[wrong] = (block[wrong] + 1) % tiny.VOCAB
 
 
 @pytest.mark.parametrize("width", [2, 5, 8])
@@ -58,10 +74,11 @@ def test_every_accepted_length_on_a_tiny_model(tiny_engine: Path, width: int) ->
         prompt = random.integers(0, 256, size).tolist()
         truth = plain_tokens(engines, prompt, 100)
         engines.follow(truth, size, random)
-        cycle = Cycle(engines, PREFILL_CHUNK, width)
-        tokens = [cycle.start(prompt)]
+        engines.release(0)
+        cycle, lane = Cycle(engines), Lane(0, width, chooser(prompt))
+        tokens = [start(cycle, lane, prompt)]
         while len(tokens) < 80:
-            step = cycle.step()
+            (step,) = cycle.step([lane])
             seen.add(step.accepted)
             tokens += step.committed
         assert tokens[:80] == truth[:80]

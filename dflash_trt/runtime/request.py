@@ -1,0 +1,220 @@
+"""One request: what it asked for, what it has got, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_trt.engines.directory import Manifest
+from dflash_trt.errors import InputError
+from dflash_trt.runtime.cycle import Lane, StepResult
+from dflash_trt.runtime.metrics import GenerationMetrics
+from dflash_trt.runtime.options import GenerationOptions
+from dflash_trt.runtime.sampling import Chooser, TokenLogprobs
+from dflash_trt.runtime.text import StopFinder, TextCodec
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one cycle added. The last delta of a request has a finish reason; `error` ends it too.
+
+    Texts of all deltas joined are the answer; text may lag behind tokens while a character or a stop
+    text is incomplete.
+    """
+
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    error: BaseException | None = None
+
+
+@dataclass
+class Generation:
+    """An answer. finish_reason: `stop`, `length`, `cancelled` or `deadline`, None while it runs;
+    stop: the token id or text that ended it; drafting: whether blocks were drafted, or why not."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop: int | str | None = None
+    seed: int | None = None
+    drafting: str = "on"
+    metrics: GenerationMetrics = field(default_factory=GenerationMetrics)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Token counts as OpenAI's API names them."""
+        counts = {
+            "prompt_tokens": self.metrics.prompt_tokens,
+            "completion_tokens": len(self.tokens),
+        }
+        return {**counts, "total_tokens": sum(counts.values())}
+
+
+class Request:
+    """The life of one request: waiting, prefilling (`slot` is set), decoding, ended.
+
+    Every change is told to `sink`, called from the thread that runs the cycles.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        options: GenerationOptions,
+        manifest: Manifest,
+        codec: TextCodec,
+        sink: Callable[[Delta], None],
+        generation: Generation | None = None,
+    ) -> None:
+        check_request(prompt, options, manifest)
+        self.prompt: NDArray[np.int64] = np.asarray(prompt, np.int64)
+        self.options, self.sink = options, sink
+        self.generation = generation or Generation()
+        self.slot = -1
+        self.prefilled = 0
+        self.cancelled = False
+        stop_ids = set(options.stop_token_ids) | set(
+            () if options.ignore_eos else manifest.stop_ids
+        )
+        self._stop_ids = stop_ids
+        self._manifest = manifest
+        self._stream, self._finder = codec.stream(), StopFinder(options.stop)
+        self._told_logprobs = 0
+        self._submitted = self._first_token = perf_counter()
+        self.chooser = Chooser(prompt, options, stop_ids, manifest.vocab_size)
+        self.generation.metrics.prompt_tokens = len(prompt)
+        if options.temperature > 0:
+            self.generation.seed = self.chooser.seed
+        if not options.draft:
+            self.generation.drafting = "off: not asked for"
+
+    # Where it stands
+
+    @property
+    def ended(self) -> bool:
+        return self.generation.finish_reason is not None
+
+    @property
+    def overdue(self) -> bool:
+        limit = self.options.deadline
+        return limit is not None and perf_counter() - self._submitted > limit
+
+    def lane(self) -> Lane:
+        """Its part in the next call; beyond the drafter's positions nothing is drafted."""
+        width = self._width()
+        context = len(self.prompt) + max(len(self.generation.tokens) - 1, 0)
+        limit = self._manifest.drafter.config.get("max_positions", self._manifest.capacity)
+        if width > 1 and context + width > limit:
+            self.generation.drafting = f"off: the drafter ends at {limit} positions"
+            width = 1
+        return Lane(self.slot, width, self.chooser)
+
+    def _width(self) -> int:
+        return (self.options.width or self._manifest.block) if self.options.draft else 1
+
+    def next_chunk(self, size: int) -> NDArray[np.int64]:
+        return self.prompt[self.prefilled : self.prefilled + size]
+
+    # What happens to it
+
+    def admitted(self, slot: int) -> None:
+        self.slot = slot
+        self.generation.metrics.queue_seconds = perf_counter() - self._submitted
+
+    def begin(self, token: int) -> None:
+        """The first token, at the end of the prefill."""
+        self._first_token = perf_counter()
+        self.generation.metrics.ttft = self._first_token - self._submitted
+        self._take([token])
+
+    def advance(self, step: StepResult, context: int, engine_seconds: float) -> None:
+        """The tokens of one cycle. context: cached tokens; engine_seconds: the cycle's engine time."""
+        metrics = self.generation.metrics
+        metrics.count(step)
+        self._take(step.committed, full=context + 1 >= self._manifest.max_seq_len)
+        metrics.decode_seconds = perf_counter() - self._first_token
+        metrics.engine_seconds += engine_seconds
+
+    def end(self, reason: str) -> None:
+        """End it from outside: cancelled, or past its deadline."""
+        self._tell((), self._finished(reason))
+
+    def fail(self, error: BaseException) -> None:
+        self.generation.finish_reason = "error"
+        self.sink(Delta(finish_reason="error", error=error))
+
+    # Tokens
+
+    def _take(self, committed: Sequence[int], full: bool = False) -> None:
+        """Keep committed tokens up to the first end; what comes behind it never was."""
+        kept, text = [], ""
+        for token in committed:
+            if token in self._stop_ids:
+                text += self._finished("stop", token)
+                break
+            kept.append(token)
+            self.generation.tokens.append(token)
+            text += self._push_text(token)
+            if not self.ended and len(self.generation.tokens) >= self.options.max_tokens:
+                text += self._finished("length")
+            if self.ended:
+                break
+        if full and not self.ended:
+            text += self._finished("length")
+        self.generation.metrics.tokens = len(self.generation.tokens)
+        self._tell(tuple(kept), text)
+
+    def _push_text(self, token: int) -> str:
+        armed = len(self.generation.tokens) >= self.options.min_tokens
+        shown, stop = self._finder.push(self._stream.push([token]), armed)
+        if stop is not None:
+            self.generation.finish_reason, self.generation.stop = "stop", stop
+        return shown
+
+    def _finished(self, reason: str, stop: int | None = None) -> str:
+        """Note the end; returns the text that was held back."""
+        self.generation.finish_reason, self.generation.stop = reason, stop
+        held, found = self._finder.push(self._stream.finish())
+        if found is not None:
+            self.generation.finish_reason, self.generation.stop = "stop", found
+        return held + self._finder.finish()
+
+    def _tell(self, tokens: tuple[int, ...], text: str) -> None:
+        g = self.generation
+        logprobs = self.chooser.logprobs[self._told_logprobs : len(g.tokens)]
+        self._told_logprobs = len(g.tokens)
+        g.logprobs += logprobs
+        g.text += text
+        if tokens or text or self.ended:
+            self.sink(Delta(tokens, text, tuple(logprobs), g.finish_reason))
+
+
+def check_request(prompt: Sequence[int], options: GenerationOptions, manifest: Manifest) -> None:
+    """Refuse what this engine cannot do."""
+    if not len(prompt):
+        raise InputError("the prompt is empty")
+    if len(prompt) >= manifest.max_seq_len:
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens, the engine holds "
+            f"{manifest.max_seq_len} with the answer"
+        )
+    if options.width is not None and not 2 <= options.width <= manifest.block:
+        raise InputError(
+            f"width {options.width}: this engine verifies 2 to {manifest.block} tokens"
+        )
+    for what, ids in (
+        ("the prompt", prompt),
+        ("logit-bias", options.logit_bias),
+        ("stop-token-ids", options.stop_token_ids),
+    ):
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < manifest.vocab_size:
+                raise InputError(
+                    f"{what}: token {token} is outside the vocabulary of {manifest.vocab_size}"
+                )

@@ -1,0 +1,133 @@
+"""Who runs next: requests join and leave a batch between two cycles.
+
+A step admits waiting requests to free slots in the order they came, runs one piece of one prompt, in
+turn among those being prefilled, and one cycle of everything that decodes. So a long prompt delays
+the others by one piece per cycle, and every slot advances in every cycle.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+
+from dflash_trt.errors import InputError
+from dflash_trt.runtime.cycle import Cycle, EnginePair
+from dflash_trt.runtime.metrics import RuntimeMetrics
+from dflash_trt.runtime.request import Request
+
+
+class QueueFullError(InputError):
+    """More requests wait than the runtime was set up to hold; the client should come back later."""
+
+
+class Scheduler:
+    """Requests on the slots of one pair of engines. `step` belongs to one thread at a time;
+    `submit`, and setting `Request.cancelled`, may come from any."""
+
+    def __init__(self, engines: EnginePair, queue_limit: int = 256) -> None:
+        self.metrics = RuntimeMetrics(engines.manifest.max_batch, engines.cache_bytes)
+        self._engines, self._cycle = engines, Cycle(engines)
+        self._queue_limit = queue_limit
+        self._arrived: deque[Request] = deque()  # the only thing that other threads touch
+        self._waiting: deque[Request] = deque()
+        self._prefilling: deque[Request] = deque()
+        self._decoding: list[Request] = []
+        self._free = list(range(engines.manifest.max_batch))
+
+    @property
+    def queued(self) -> int:
+        return len(self._arrived) + len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._arrived or self._waiting or self._prefilling or self._decoding)
+
+    def submit(self, request: Request) -> None:
+        if self.queued >= self._queue_limit:
+            self.metrics.refused += 1
+            raise QueueFullError(f"{self.queued} requests are waiting already; try again later")
+        self._arrived.append(request)
+
+    def step(self) -> None:
+        """One cycle."""
+        self._drop_cancelled()
+        self._admit()
+        self._prefill()
+        self._decode()
+        self._observe()
+
+    def fail(self, error: BaseException) -> None:
+        """End everything after an engine's failure."""
+        self._waiting.extend(_drained(self._arrived))
+        for request in (*self._waiting, *self._prefilling, *self._decoding):
+            request.fail(error)
+        self._forget_ended()
+
+    # Parts of a step
+
+    def _drop_cancelled(self) -> None:
+        self._waiting.extend(_drained(self._arrived))
+        for request in (*self._waiting, *self._prefilling, *self._decoding):
+            if request.cancelled or request.overdue:
+                request.end("cancelled" if request.cancelled else "deadline")
+        self._forget_ended()
+
+    def _admit(self) -> None:
+        while self._waiting and self._free:
+            request = self._waiting.popleft()
+            request.admitted(heapq.heappop(self._free))
+            self._prefilling.append(request)
+
+    def _prefill(self) -> None:
+        if not self._prefilling:
+            return
+        request = self._prefilling.popleft()
+        chunk = request.next_chunk(self._engines.prefill_chunk)
+        request.prefilled += len(chunk)
+        last = request.prefilled == len(request.prompt)
+        self._prefilling.appendleft(request)  # still known if the engine fails
+        token = self._cycle.prefill(request.lane(), chunk, last)
+        self._prefilling.popleft()
+        if token is None:
+            self._prefilling.append(request)
+        else:
+            self._decoding.append(request)
+            request.begin(token)
+            self._forget_ended()
+
+    def _decode(self) -> None:
+        if not self._decoding:
+            return
+        before = self._cycle.engine_seconds
+        results = self._cycle.step([request.lane() for request in self._decoding])
+        spent = self._cycle.engine_seconds - before
+        for request, result in zip(self._decoding, results, strict=True):
+            self.metrics.count(result)
+            request.advance(result, int(self._engines.context[request.slot]), spent)
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Free the slots of what has ended."""
+        for queue in (self._waiting, self._prefilling, self._decoding):
+            ended = [request for request in queue if request.ended]
+            for request in ended:
+                queue.remove(request)
+                self._free_slot(request)
+                self.metrics.finish(request.generation)
+
+    def _free_slot(self, request: Request) -> None:
+        if request.slot >= 0:
+            self._engines.release(request.slot)
+            heapq.heappush(self._free, request.slot)
+            request.slot = -1
+
+    def _observe(self) -> None:
+        m = self.metrics
+        m.queued, m.slots_used = self.queued, m.slots - len(self._free)
+        m.tokens_cached = int(self._engines.context.sum())
+
+
+def _drained(queue: deque[Request]) -> Iterator[Request]:
+    while queue:
+        yield queue.popleft()
