@@ -54,15 +54,16 @@ def write_rows(
         low = low.to(kind).to(tl.float32)
         high = high.to(kind).to(tl.float32)
     angle = position.to(tl.int64) * HALF + d
-    c = tl.load(cos + angle, mask=(d < HALF) & (position < CAPACITY), other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=(d < HALF) & (position < CAPACITY), other=0.0).to(tl.float32)
+    in_table = (d < HALF) & (angle < CAPACITY * HALF)
+    c = tl.load(cos + angle, mask=in_table, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=in_table, other=0.0).to(tl.float32)
     key_low = (low * c - high * s).to(kind)
     key_high = (high * c + low * s).to(kind)
     value_low = tl.load(new_values + VALUE_OFFSET + source, mask=mask, other=0.0)
     value_high = tl.load(new_values + VALUE_OFFSET + source + HALF, mask=mask, other=0.0)
 
     target = ((b * HEADS + head).to(tl.int64) * CAPACITY + position) * CACHE_DIM + d
-    inside = mask & (position < CAPACITY)
+    inside = mask & in_table
     for i in tl.static_range(LAYERS):
         if layer == i:
             tl.store(key_caches[i] + target, key_low, mask=inside)
