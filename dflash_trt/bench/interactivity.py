@@ -1,0 +1,236 @@
+"""Sweeping concurrency: what each user gets, and what the device gives, with and without drafting.
+
+Definitions, per request: TTFT, seconds from submission to the first token; TPOT, (end-to-end - TTFT)
+/ (output tokens - 1); interactivity, 1 / TPOT, tokens per second and user; inter-chunk latency, the
+seconds between two deliveries, of one or more tokens each. Per level: output throughput, output
+tokens of all requests over the wall time of the level. Tokens are counted, never deliveries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.errors import InputError
+from dflash_trt.runtime.generate import Delta, Generation, GenerationOptions, Runtime
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class Timeline:
+    """One request: when it was submitted and when how many tokens arrived."""
+
+    generation: Generation
+    submitted: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    failed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0][0] - self.submitted
+
+    @property
+    def tpot(self) -> float | None:
+        """None where there is only one token."""
+        if self.tokens < 2:
+            return None
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / (self.tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        times = [time for time, _ in self.arrivals]
+        return [b - a for a, b in pairwise(times)]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One concurrency in one mode. Times in milliseconds, rates in tokens per second."""
+
+    mode: str
+    concurrency: int
+    requests: int
+    failed: int
+    seconds: float
+    input_tokens: int
+    output_tokens: int
+    acceptance_length: float | None
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    inter_chunk_ms: dict[str, float]
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second of the device."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def total_throughput(self) -> float:
+        """Input and output tokens per second of the device."""
+        return (self.input_tokens + self.output_tokens) / self.seconds
+
+    @property
+    def interactivity(self) -> float:
+        """Tokens per second and user, from the median TPOT."""
+        return 1e3 / self.tpot_ms["p50"]
+
+    def row(self) -> dict[str, Any]:
+        """All figures; a time that was not measured is None."""
+        times = {
+            f"{what} {p}": getattr(self, name).get(p)
+            for what, name in (
+                ("TTFT", "ttft_ms"),
+                ("TPOT", "tpot_ms"),
+                ("chunk", "inter_chunk_ms"),
+            )
+            for p in ("p50", "p90", "p99")
+        }
+        return {
+            "mode": self.mode,
+            "users": self.concurrency,
+            "requests": self.requests,
+            "failed": self.failed,
+            "tok/s/user": round(self.interactivity, 1),
+            "out tok/s": round(self.throughput, 1),
+            "all tok/s": round(self.total_throughput, 1),
+            "accept": self.acceptance_length,
+            **times,
+        }
+
+
+def sweep(
+    runtime: Runtime,
+    prompts: Sequence[Sequence[int]],
+    concurrencies: Sequence[int],
+    options: GenerationOptions,
+    per_user: int = 2,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Level]:
+    """Every concurrency, plain and drafted right behind each other so that both see the same machine.
+
+    Each level runs `per_user` requests per concurrent user, at least 4, after a warm-up.
+    """
+    slots = runtime.manifest.max_batch
+    too_many = [c for c in concurrencies if not 1 <= c <= slots]
+    if too_many:
+        raise InputError(f"concurrency {too_many[0]}: this engine has {slots} slots (--max-batch)")
+    plain = GenerationOptions(options.max_tokens, draft=False, ignore_eos=options.ignore_eos)
+    modes = {"autoregressive": plain, "dflash": options}
+    levels = []
+    for concurrency in concurrencies:
+        count = max(4, per_user * concurrency)
+        chosen = [prompts[i % len(prompts)] for i in range(count)]
+        for mode, wanted in modes.items():
+            progress(f"concurrency {concurrency}, {mode}")
+            run_level(runtime, chosen[:concurrency], concurrency, _short(wanted))
+            seconds, lines = run_level(runtime, chosen, concurrency, wanted)
+            levels.append(summarise(mode, concurrency, seconds, lines))
+    return levels
+
+
+def _short(options: GenerationOptions) -> GenerationOptions:
+    return GenerationOptions(8, draft=options.draft, ignore_eos=True)
+
+
+def run_level(
+    runtime: Runtime,
+    prompts: Sequence[Sequence[int]],
+    concurrency: int,
+    options: GenerationOptions,
+) -> tuple[float, list[Timeline]]:
+    """Keep `concurrency` requests in flight until all prompts are answered; (seconds, timelines)."""
+    finished: SimpleQueue[None] = SimpleQueue()
+    begin = perf_counter()
+    lines = []
+    for index, prompt in enumerate(prompts):
+        if index >= concurrency:
+            finished.get()
+        lines.append(_submit(runtime, prompt, options, finished))
+    for _ in range(min(concurrency, len(prompts))):
+        finished.get()
+    return perf_counter() - begin, lines
+
+
+def _submit(
+    runtime: Runtime,
+    prompt: Sequence[int],
+    options: GenerationOptions,
+    finished: SimpleQueue[None],
+) -> Timeline:
+    line = Timeline(Generation(), perf_counter())
+
+    def sink(delta: Delta) -> None:
+        if delta.tokens:
+            line.arrivals.append((perf_counter(), len(delta.tokens)))
+        if delta.finish_reason is not None:
+            line.failed = delta.error is not None
+            finished.put(None)
+
+    runtime.submit(prompt, options, sink, line.generation)
+    return line
+
+
+def summarise(mode: str, concurrency: int, seconds: float, lines: Sequence[Timeline]) -> Level:
+    good = [line for line in lines if not line.failed and line.arrivals]
+    cycles = sum(line.generation.metrics.cycles for line in good)
+    committed = sum(line.generation.metrics.committed for line in good)
+    return Level(
+        mode=mode,
+        concurrency=concurrency,
+        requests=len(lines),
+        failed=len(lines) - len(good),
+        seconds=round(seconds, 3),
+        input_tokens=sum(line.generation.metrics.prompt_tokens for line in good),
+        output_tokens=sum(line.tokens for line in good),
+        acceptance_length=round(committed / cycles, 3) if mode == "dflash" and cycles else None,
+        ttft_ms=_percentiles([line.ttft for line in good]),
+        tpot_ms=_percentiles([line.tpot for line in good if line.tpot is not None]),
+        inter_chunk_ms=_percentiles([gap for line in good for gap in line.gaps]),
+    )
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds; empty where there is nothing to count."""
+    if not seconds:
+        return {}
+    values = np.percentile(np.asarray(seconds) * 1e3, PERCENTILES)
+    return {f"p{p}": round(float(v), 2) for p, v in zip(PERCENTILES, values, strict=True)}
+
+
+def comparison(levels: Sequence[Level]) -> list[dict[str, float | None]]:
+    """For each concurrency the ratio of throughputs at equal concurrency, and at the interactivity
+    that drafting gives there; None where plain decoding serves nobody at it."""
+    plain, drafted = ([x for x in levels if x.mode == m] for m in ("autoregressive", "dflash"))
+    end = max(level.interactivity for level in plain)
+    rows: list[dict[str, float | None]] = []
+    for a, b in zip(plain, drafted, strict=True):
+        there = _throughput_at(plain, b.interactivity)
+        rows.append(
+            {
+                "users": b.concurrency,
+                "equal concurrency": round(b.throughput / a.throughput, 3),
+                "at tok/s/user": round(b.interactivity, 1),
+                "equal interactivity": round(b.throughput / there, 3) if there else None,
+                "plain ends at": round(end, 1),
+            }
+        )
+    return rows
+
+
+def _throughput_at(curve: Sequence[Level], interactivity: float) -> float:
+    """Throughput of the measured curve at an interactivity, between its points; 0 beyond its end."""
+    points = sorted((level.interactivity, level.throughput) for level in curve)
+    if interactivity > points[-1][0]:
+        return 0.0
+    xs, ys = zip(*points, strict=True)
+    return float(np.interp(interactivity, xs, ys))

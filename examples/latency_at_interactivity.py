@@ -1,0 +1,164 @@
+"""How many tokens per second each user gets, at what throughput, with and without DFlash.
+
+    python examples/latency_at_interactivity.py engines/small --concurrency 1,2,4 -o figures
+
+Sweeps concurrency over the runtime, plain decoding against DFlash in the same run, and writes a
+table, CSV, JSON, two PNG plots and a page of HTML. With `--modelled b200 --target gpt-oss-120b` it
+draws what the planner expects of a GPU instead; such figures are marked as modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from dflash_trt.bench.interactivity import Level, comparison, sweep
+from dflash_trt.bench.plots import figures, report_html
+from dflash_trt.bench.prompts import read_prompts
+from dflash_trt.errors import InputError
+from dflash_trt.planner.calibration import GRAPHS
+from dflash_trt.planner.hardware import find_gpu
+from dflash_trt.planner.interactivity import curves
+from dflash_trt.planner.roofline import Setting
+from dflash_trt.planner.shapes import find_plan
+from dflash_trt.runtime.generate import GenerationOptions, Runtime
+
+QUESTIONS = (
+    "A baker sells 14 loaves at 3 dollars and 9 cakes at 8 dollars. How much does she earn?",
+    "A train goes 60 km in the first hour and 45 km in the second. How far does it go in all?",
+    "Tom has 5 boxes of 12 pencils and gives away 17. How many pencils does he have left?",
+    "Write a Python function that returns the largest number in a list.",
+    "Explain in two sentences why the sky is blue.",
+    "Anna reads 20 pages a day. How many days does she need for a book of 260 pages?",
+    "Write a short poem about autumn.",
+    "A shirt costs 25 dollars and is sold with 20 percent off. What is the price now?",
+)
+_NOT_SHOWN = (
+    "requests", "all tok/s", "TTFT p90", "TTFT p99", "TPOT p90", "TPOT p99", "chunk p90", "chunk p99",
+)  # fmt: skip
+DEFINITIONS = (
+    "TTFT: from submission to the first token. TPOT: (end-to-end - TTFT) / (output tokens - 1). "
+    "Interactivity: 1 / TPOT, here from the median. Throughput: output tokens of all users over the "
+    "wall time. Inter-chunk latency is the time between two deliveries, which with blocks carry "
+    "several tokens: it is not TPOT. Tokens are counted, not chunks.",
+    "equal concurrency: ratio of throughputs with the same number of users. equal interactivity: "
+    "ratio of throughputs where each user gets the same rate; it grows without bound towards the "
+    "interactivity at which plain decoding ends.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments().parse_args(argv)
+    try:
+        if args.modelled:
+            title, levels = _modelled(args)
+        else:
+            title, levels = _measured(args)
+        _write(title, levels, args.output)
+    except InputError as error:
+        print(f"latency_at_interactivity: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Throughput and latency over interactivity, with and without DFlash."
+    )
+    parser.add_argument("engine", nargs="?", type=Path, help="engine directory")
+    parser.add_argument("--concurrency", default="1,2,4,8", help="users at once (default: 1,2,4,8)")
+    parser.add_argument("--prompts", type=Path, help="prompts file (default: eight questions)")
+    parser.add_argument("--osl", type=int, default=64, help="output tokens per request (64)")
+    parser.add_argument("--block", type=int, help="tokens per verify call (the engine's)")
+    parser.add_argument("--modelled", metavar="GPU", help="draw the planner's model of this GPU")
+    parser.add_argument("--target", default="gpt-oss-120b", help="target of the model")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of the model")
+    parser.add_argument("--tau", type=float, default=4.4, help="acceptance length of the model")
+    parser.add_argument("-o", "--output", type=Path, default=Path("interactivity"), metavar="DIR")
+    return parser
+
+
+def _concurrencies(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"concurrency '{text}': wants numbers separated by commas") from None
+
+
+def _measured(args: argparse.Namespace) -> tuple[str, list[Level]]:
+    if args.engine is None:
+        raise InputError("name an engine directory, or --modelled GPU")
+    runtime = Runtime.load(args.engine)
+    texts = read_prompts(args.prompts) if args.prompts else list(QUESTIONS)
+    prompts = [runtime.prompt_ids(text) for text in texts]
+    options = GenerationOptions(args.osl, width=args.block, ignore_eos=True)
+    console = Console(stderr=True)
+    levels = sweep(
+        runtime, prompts, _concurrencies(args.concurrency), options,
+        progress=lambda what: console.print(what, highlight=False),
+    )  # fmt: skip
+    return f"{runtime.manifest.name}, measured on this machine", levels
+
+
+def _modelled(args: argparse.Namespace) -> tuple[str, list[Level]]:
+    plan, gpu = find_plan(args.target), find_gpu(args.modelled)
+    setting = Setting(plan, gpu, GRAPHS, plan.precision, 1, 2048, plan.block, args.tp)
+    both = curves(setting, args.tau, _concurrencies(args.concurrency))
+    levels = [
+        _modelled_level(mode, point.batch, point.interactivity, point.throughput, args.tau)
+        for mode, curve in (("autoregressive", both.plain), ("dflash", both.dflash))
+        for point in curve
+    ]
+    return f"MODELLED, not measured: {plan.name} on {args.tp} x {gpu.name}", levels
+
+
+def _modelled_level(
+    mode: str, batch: int, interactivity: float, throughput: float, tau: float
+) -> Level:
+    acceptance = tau if mode == "dflash" else None
+    tpot = {"p50": round(1e3 / interactivity, 3)}
+    return Level(mode, batch, 0, 0, 1.0, 0, round(throughput), acceptance, {}, tpot, {})
+
+
+def _write(title: str, levels: list[Level], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    rows = [level.row() for level in levels]
+    ratios = comparison(levels)
+    console = Console()
+    shown = [{key: row[key] for key in row if key not in _NOT_SHOWN} for row in rows]
+    console.print(_table(title, shown), _table("ratios of throughput", ratios))
+    for note in DEFINITIONS:
+        console.print(note, highlight=False)
+    (out / "levels.json").write_text(json.dumps({"title": title, "levels": rows, "ratios": ratios}))
+    with (out / "levels.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    images = figures(levels, title)
+    for name, data in images.items():
+        (out / f"{name}.png").write_bytes(data)
+    (out / "index.html").write_text(report_html(title, images, rows, DEFINITIONS))
+    console.print(f"written to {out}", highlight=False)
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
+    keys = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+    for key in keys:
+        table.add_column(key.replace(" ", "\n"), justify="right")
+    for row in rows:
+        table.add_row(*("-" if row[key] is None else str(row[key]) for key in keys))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

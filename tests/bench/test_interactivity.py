@@ -1,0 +1,93 @@
+"""What the concurrency sweep counts, and the example that shows it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.bench.interactivity import Level, Timeline, comparison, summarise, sweep
+from dflash_trt.errors import InputError
+from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "latency_at_interactivity.py"
+
+
+def timeline(*arrivals: tuple[float, int]) -> Timeline:
+    return Timeline(Generation(), submitted=10.0, arrivals=list(arrivals))
+
+
+def level(mode: str, users: int, tpot: float, tokens: int) -> Level:
+    return Level(mode, users, 1, 0, 1.0, 0, tokens, None, {}, {"p50": tpot}, {})
+
+
+def test_tokens_are_counted_not_chunks() -> None:
+    """Three deliveries of 1, 4 and 5 tokens: TPOT is the span over nine tokens, not two gaps."""
+    line = timeline((10.5, 1), (10.7, 4), (11.4, 5))
+    assert line.ttft == pytest.approx(0.5)
+    assert line.tokens == 10
+    assert line.tpot == pytest.approx(0.1)
+    assert line.gaps == pytest.approx([0.2, 0.7])
+    found = summarise("dflash", 1, 2.0, [line, timeline()])
+    assert (found.output_tokens, found.throughput, found.failed) == (10, 5.0, 1)
+    assert found.interactivity == pytest.approx(10.0)
+
+
+def test_ratios_at_equal_concurrency_and_interactivity() -> None:
+    levels = [
+        level("autoregressive", 1, 10.0, 100),
+        level("autoregressive", 4, 20.0, 200),
+        level("dflash", 1, 5.0, 200),
+        level("dflash", 4, 16.0, 300),
+    ]
+    one, four = comparison(levels)
+    assert one["equal concurrency"] == 2.0
+    assert one["equal interactivity"] is None  # 200 tokens/s per user: plain decoding ends at 100
+    assert four["equal concurrency"] == 1.5
+    # At 62.5 tokens/s per user the plain curve is a quarter of the way from 50 to 100.
+    assert four["equal interactivity"] == pytest.approx(300 / 175, abs=1e-3)
+
+
+def test_a_sweep_over_an_engine(tiny_engine: Path) -> None:
+    runtime = Runtime.load(tiny_engine)
+    options = GenerationOptions(20, ignore_eos=True)
+    levels = sweep(runtime, [[1, 2, 3], [4, 5]], [1], options)
+    assert [x.mode for x in levels] == ["autoregressive", "dflash"]
+    for x in levels:
+        assert (x.requests, x.failed, x.output_tokens) == (4, 0, 80)
+        assert x.ttft_ms["p50"] > 0
+    with pytest.raises(InputError, match="concurrency 9: this engine has 1 slots"):
+        sweep(runtime, [[1]], [9], options)
+
+
+def run_example(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return int(end.value.code or 0)
+
+
+def test_the_example_writes_its_figures(
+    tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "figures"
+    assert run_example(monkeypatch, tiny_engine, "--concurrency", "1", "--osl", 16, "-o", out) == 0
+    names = {p.name for p in out.iterdir()}
+    assert names == {"levels.json", "levels.csv", "pareto.png", "latency.png", "index.html"}
+    assert len(json.loads((out / "levels.json").read_text())["levels"]) == 2
+    assert "http" not in (out / "index.html").read_text()
+
+
+def test_modelled_figures_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert run_example(monkeypatch, "--modelled", "b200", "-o", tmp_path) == 0
+    assert "MODELLED, not measured" in capsys.readouterr().out
+    assert "MODELLED, not measured" in (tmp_path / "index.html").read_text()
+    assert run_example(monkeypatch, "--modelled", "abacus", "-o", tmp_path) == 2
+    assert "gpu 'abacus'" in capsys.readouterr().err
