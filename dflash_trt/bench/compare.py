@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
 from dflash_trt.runtime.metrics import GenerationMetrics, total
+from dflash_trt.training.answers import loops
 
 
 @dataclass
@@ -33,6 +34,12 @@ class Comparison:
             "ttft_ms": round(d.ttft / len(self.drafted) * 1e3, 2),
             "tpot_ms": round(1e3 / _rate(self.drafted), 3),
         }
+        straight = [g for g in self.drafted if not loops(g.tokens)]
+        without = total(g.metrics for g in straight)
+        report |= {
+            "answers_that_loop": len(self.drafted) - len(straight),
+            "acceptance_length_without_loops": without.summary()["acceptance_length"],
+        }
         if self.plain:
             report |= self._against_plain(d)
         return report | {"peak_memory_mb": round(peak_memory() / 1e6)}
@@ -55,6 +62,14 @@ class Comparison:
                 same = [x == y for x, y in zip(a.tokens, b.tokens, strict=False)]
                 found.append((index, same.index(False) if False in same else len(same)))
         return found
+
+
+def top_gap(runtime: Runtime, ids: Sequence[int]) -> float:
+    """How far the two largest logits behind `ids` are apart; 0 would be a tie."""
+    options = GenerationOptions(1, draft=False, logprobs=2, ignore_eos=True)
+    (position,) = runtime.generate(ids, options).logprobs
+    (_, first), (_, second) = position.top
+    return first - second
 
 
 def peak_memory() -> int:

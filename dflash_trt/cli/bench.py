@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from dflash_trt.bench.compare import Comparison, compare
+from dflash_trt.bench.compare import Comparison, compare, top_gap
 from dflash_trt.bench.prompts import read_prompts
 from dflash_trt.runtime.generate import GenerationOptions, Runtime
 
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         )
     report = result.report()
     Console().print(_table(report))
-    _print_differences(result, console)
+    if result.plain:
+        report["differences"] = _list_differences(runtime, prompts, result, console)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
@@ -79,7 +81,14 @@ def _table(report: dict[str, Any]) -> Table:
     return table
 
 
-def _print_differences(result: Comparison, console: Console) -> None:
-    if result.plain:
-        for prompt, position in result.differences():
-            console.print(f"prompt {prompt}: tokens differ from position {position}")
+def _list_differences(
+    runtime: Runtime, prompts: Sequence[Sequence[int]], result: Comparison, console: Console
+) -> list[dict[str, float]]:
+    """Where drafted and plain answers part, and how near the target's two best tokens were there."""
+    found = []
+    for prompt, position in result.differences():
+        same = [*prompts[prompt], *result.plain[prompt].tokens[:position]]
+        gap = round(top_gap(runtime, same), 5)
+        found.append({"prompt": prompt, "position": position, "top2_gap": gap})
+        console.print(f"prompt {prompt}: differs from token {position} on, top-2 logit gap {gap}")
+    return found

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from dflash_trt.cli import main
+from dflash_trt.engines.build import BuildOptions, build_cpu
 
 QUESTIONS = [
     {"question": "A pen costs 3 dollars and a book costs 12. What do two pens and a book cost?"},
@@ -51,6 +53,21 @@ def test_bench_reports_everything(smollm2_engine: Path, prompts: Path, tmp_path:
     for key in ("drafts_wasted", "cycle_cost", "host_share", "speedup", "ttft_ms", "tpot_ms"):
         assert report[key] > 0
     assert report["host_share"] < 0.05
+    assert report["differences"] == []
+
+
+def test_bench_lists_differences_of_integer_engines(
+    smollm2: tuple[TargetCheckpoint, DrafterCheckpoint], prompts: Path, tmp_path: Path
+) -> None:
+    """Integer kernels round one row and eight rows differently; answers part at near ties only."""
+    engine, out = tmp_path / "int8", tmp_path / "figures.json"
+    build_cpu(*smollm2, BuildOptions("int8", 8, "int8", max_seq_len=512), engine)
+    arguments = ["bench", engine, "--prompts", prompts, "--json", out, "--compare-autoregressive"]
+    assert main([*map(str, arguments)]) == 0
+    report = json.loads(out.read_text())
+    assert report["lossless"]["different"] == len(report["differences"])
+    for difference in report["differences"]:
+        assert 0 <= difference["top2_gap"] < 0.5
 
 
 def test_inspect(smollm2_engine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,8 @@ def test_wrong_shape(capsys: Capture, places: Places) -> None:
             "mask_token_id 288 is outside the vocabulary of 288",
         ),
         ({"block_size": None}, "the key 'block_size' is missing"),
-        ({"architectures": ["EagleModel"]}, "'EagleModel'"),
+        ({"architectures": ["MedusaModel"]}, "'MedusaModel' is not a DFlash drafter"),
+        ({"architectures": ["EagleModel"]}, "EAGLE-3 drafter"),
         ({"num_attention_heads": "four"}, "'num_attention_heads' is 'four', not an integer"),
     ],
 )
