@@ -76,6 +76,15 @@ class Compiler:
 
     def compile(self, plan: PlanRequest) -> tuple[NetworkReport, bytes]:
         """Write, check and compile one network."""
+        net = self.write(plan)
+        say(stage="compile", plan=plan.name, layers=net.definition.num_layers)
+        data = self.builder.build_serialized_network(net.definition, self._config(net))
+        if data is None:
+            raise InputError(f"plan '{plan.name}': TensorRT could not compile it: {self._reason()}")
+        return net.report, bytes(data)
+
+    def write(self, plan: PlanRequest) -> Network:
+        """Write one network and compare it with its source graph."""
         graph = onnx.load(plan.graph).graph
         flags = 1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         definition = self.builder.create_network(flags)
@@ -87,11 +96,7 @@ class Compiler:
             progress=lambda node: say(node=node),
         )  # fmt: skip
         readback.check_network(self.trt, definition, nodes)
-        say(stage="compile", plan=plan.name, layers=definition.num_layers)
-        data = self.builder.build_serialized_network(definition, self._config(net))
-        if data is None:
-            raise InputError(f"plan '{plan.name}': TensorRT could not compile it: {self._reason()}")
-        return net.report, bytes(data)
+        return net
 
     def _reason(self) -> str:
         return self.logger.errors[-1] if self.logger.errors else "no reason was given"

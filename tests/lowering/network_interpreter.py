@@ -1,0 +1,185 @@
+"""Runs a TensorRT network in numpy, from what the network itself says.
+
+Nothing of a plan can be run without a GPU. But the network that it is compiled from can be read back
+from TensorRT, layer by layer, and what each layer does is documented. This interpreter does that in
+fp32 (quantisation apart, which it rounds as it is documented), in an order of layers drawn at random
+from those that their inputs allow, with caches changed in place as on the device: a dependency that
+is missing in the network shows as a wrong result.
+
+As a program: `python -m tests.lowering.network_interpreter REQUEST.json INPUTS.npz OUTPUTS.npz SEED`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.engines.tensorrt_compile import Compiler
+from dflash_trt.lowering.tensorrt import api
+from dflash_trt.lowering.tensorrt.network import Network
+from dflash_trt.lowering.tensorrt.plan import PlanRequest
+from dflash_trt.quantization import fp8, nvfp4
+from tests.lowering.network_ops import ELEMENTWISE, UNARY, attention, plugin, rotary, shuffle
+
+CLASSES = {
+    "ACTIVATION": "IActivationLayer", "CAST": "ICastLayer", "CONCATENATION": "IConcatenationLayer",
+    "CONSTANT": "IConstantLayer", "DEQUANTIZE": "IDequantizeLayer",
+    "DYNAMIC_QUANTIZE": "IDynamicQuantizeLayer", "ELEMENTWISE": "IElementWiseLayer",
+    "GATHER": "IGatherLayer", "MATRIX_MULTIPLY": "IMatrixMultiplyLayer", "REDUCE": "IReduceLayer",
+    "ROTARY_EMBEDDING": "IRotaryEmbeddingLayer", "SHUFFLE": "IShuffleLayer",
+    "SLICE": "ISliceLayer", "UNARY": "IUnaryLayer", "ATTENTION_INPUT": "IAttentionInputLayer",
+}  # fmt: skip
+
+
+class Interpreter:
+    """One network and the values computed so far, by tensor name."""
+
+    def __init__(self, net: Network, inputs: dict[str, np.ndarray], seed: int) -> None:
+        self.trt, self.net = net.trt, net
+        self.rng = np.random.default_rng(seed)
+        self.values = dict(inputs)
+        layers = [net.definition.get_layer(i) for i in range(net.definition.num_layers)]
+        # An activation layer hides its kind behind the kind of activation, both called `type`.
+        self.layers = [(layer.type.name, layer) for layer in layers]
+        self.kept = iter(net.kept)
+
+    def run(self) -> dict[str, np.ndarray]:
+        for kind, layer in self.layers:
+            layer.__class__ = getattr(self.trt, CLASSES.get(kind, "ILayer"))
+            if kind == "CONSTANT" and layer.name != "blank":
+                self.values[layer.get_output(0).name] = self._constant()
+        pending = [x for x in self.layers if x[0] not in ("CONSTANT", "ATTENTION_OUTPUT")]
+        while pending:
+            ready = [x for x in pending if all(n in self.values for n in self._needs(*x))]
+            assert ready, f"layers wait for each other: {[x[1].name for x in pending][:5]}"
+            kind, layer = ready[self.rng.integers(len(ready))]
+            self._evaluate(kind, layer)
+            pending.remove((kind, layer))
+        definition = self.net.definition
+        names = [definition.get_output(i).name for i in range(definition.num_outputs)]
+        return {name: self.values[name] for name in names}
+
+    def _constant(self) -> np.ndarray:
+        array = next(self.kept)
+        return array.astype(np.float32) if array.dtype.kind not in "ib" else array
+
+    def _tensors(self, kind: str, layer: Any) -> list[Any]:
+        if kind == "ATTENTION_INPUT":
+            a = layer.attention
+            return [*(a.get_input(i) for i in range(3)), a.mask, a.key_value_lengths]
+        return [layer.get_input(i) for i in range(layer.num_inputs)]
+
+    def _needs(self, kind: str, layer: Any) -> list[str]:
+        return [t.name for t in self._tensors(kind, layer) if t is not None]
+
+    def _evaluate(self, kind: str, layer: Any) -> None:
+        inputs = [None if t is None else self.values[t.name] for t in self._tensors(kind, layer)]
+        if kind == "ATTENTION_INPUT":
+            a = layer.attention
+            result = attention(*inputs, causal=a.causal_kind.name)
+            self.values[a.get_output(0).name] = result
+            return
+        results = getattr(self, "_" + kind.lower())(layer, *inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        for index, result in enumerate(results):
+            self.values[layer.get_output(index).name] = result
+
+    # -- one method for each kind of layer
+
+    def _activation(self, layer, x):
+        assert layer.type.name == "SIGMOID"
+        return 1 / (1 + np.exp(-x))
+
+    def _cast(self, layer, x):
+        target = layer.get_output(0).dtype.name
+        return x.astype(
+            {"INT32": np.int32, "INT64": np.int64, "BOOL": bool}.get(target, np.float32)
+        )
+
+    def _concatenation(self, layer, *parts):
+        return np.concatenate(parts, layer.axis)
+
+    def _elementwise(self, layer, a, b):
+        return ELEMENTWISE[layer.op.name](a, b)
+
+    def _unary(self, layer, x):
+        return UNARY[layer.op.name](x)
+
+    def _identity(self, layer, x):
+        return x
+
+    def _shape(self, layer, x):
+        return np.array(x.shape, np.int64)
+
+    def _gather(self, layer, data, indices):
+        if layer.mode.name == "ND":
+            assert layer.num_elementwise_dims == 1
+            assert indices.shape[-1] == 1
+            return np.take_along_axis(data, indices, axis=1)
+        return np.take(data, indices, axis=layer.axis)
+
+    def _matrix_multiply(self, layer, a, b):
+        return a @ (np.swapaxes(b, -1, -2) if layer.op1.name == "TRANSPOSE" else b)
+
+    def _reduce(self, layer, x):
+        axes = tuple(i for i in range(x.ndim) if layer.axes >> i & 1)
+        function = {"AVG": np.mean, "SUM": np.sum}[layer.op.name]
+        return function(x, axis=axes, keepdims=layer.keep_dims)
+
+    def _rotary_embedding(self, layer, x, cos, sin, positions):
+        assert not layer.interleaved
+        return rotary(x, cos, sin, positions, layer.rotary_embedding_dim)
+
+    def _shuffle(self, layer, x, dims=None):
+        return shuffle(layer, x, dims)
+
+    def _slice(self, layer, x, start=None, size=None):
+        first = tuple(layer.start)
+        sizes = tuple(layer.shape) if size is None else tuple(size)
+        return x[tuple(slice(a, a + n) for a, n in zip(first, sizes, strict=True))]
+
+    def _kv_cache_update(self, layer, cache, rows, starts):
+        for b, start in enumerate(starts):
+            cache[b, :, start : start + rows.shape[2]] = rows[b]
+        return cache
+
+    def _plugin_v3(self, layer, *inputs):
+        kind = self.net.report.plugins[layer.name]
+        return plugin(kind, self.net.plugins[layer.name][1], inputs)
+
+    def _quantize(self, layer, x, scale):
+        return fp8.to_e4m3(x / scale).astype(np.float32)
+
+    def _dequantize(self, layer, x, scale):
+        x, scale = x.astype(np.float32), scale.astype(np.float32)
+        if scale.ndim == 0:
+            return x * scale
+        assert layer.axis == x.ndim - 1
+        return x * np.repeat(scale, x.shape[-1] // scale.shape[-1], axis=-1)
+
+    def _dynamic_quantize(self, layer, x, scale):
+        assert scale == 1.0
+        codes, scales = nvfp4.encode_rows(x)
+        return nvfp4.VALUES[codes], scales.astype(np.float32)
+
+
+def main(request: str, inputs: str, outputs: str, seed: str) -> None:
+    values = json.loads(Path(request).read_text())
+    compiler = Compiler(api.load(values["backend"]), (120,))
+    net = compiler.write(PlanRequest.from_json(values["plan"]))
+    with np.load(inputs) as given:
+        arrays = {name: given[name] for name in given.files}
+    wanted = {b.name for b in net.report.bindings if b.direction == "input"}
+    assert wanted <= set(arrays), f"no values for {sorted(wanted - set(arrays))[:4]}"
+    results = Interpreter(net, {n: arrays[n] for n in wanted}, int(seed)).run()
+    np.savez(outputs, **results)
+    bindings = [[b.name, b.dtype, list(b.shape), list(b.made_of)] for b in net.report.bindings]
+    Path(outputs).with_suffix(".json").write_text(json.dumps(bindings))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,220 @@
+"""The TensorRT network, read back and run in numpy, against its source graph in ONNX Runtime."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from dflash_trt.config import DrafterConfig, Rope, TargetConfig
+from dflash_trt.engines.tensorrt_build import library_folder
+from dflash_trt.engines.tensorrt_weights import make_parts
+from dflash_trt.lowering.tensorrt.plan import Binding, PlanRequest
+from dflash_trt.models.dflash import drafter_graph
+from dflash_trt.models.llama import target_graph
+from dflash_trt.quantization import fp8, nvfp4
+
+pytest.importorskip("tensorrt_rtx", reason="pip install 'dflash-trt[tensorrt-rtx]'")
+
+CAPACITY = 24
+ROPE = Rope(10000.0)
+TARGET = TargetConfig(
+    "llama", 97, 64, 96, 3, 4, 2, 16, 1e-5, ROPE, 64, False, qk_norm=True, windows=(0, 5, 0)
+)
+DRAFTER = DrafterConfig(
+    97, 64, 96, 2, 4, 2, 16, 1e-5, ROPE, 64, 4, 96, (0, 2), 3, windows=(0, 6), window_causal=True
+)
+
+
+def random_values(source, rng):
+    """Weights of every kind for a source graph, fp32."""
+    values = {}
+    for w in source.weights:
+        scale = 1.0 if w.kind in ("norm", "embedding") or w.kind.startswith("rope") else 0.15
+        values[w.name] = rng.normal(0, scale, w.shape).astype(np.float32)
+    return values
+
+
+def caches(source, rng, lengths):
+    """Caches with poison behind each sequence's length."""
+    found = {}
+    for value in source.model.graph.input:
+        dims = [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+        if len(dims) == 4:
+            cache = rng.normal(0, 1, (len(lengths), dims[1], CAPACITY, dims[3])).astype(np.float32)
+            for b, length in enumerate(lengths):
+                cache[b, :, length:] = 1e30
+            found[value.name] = cache
+    return found
+
+
+def source_outputs(source, values, outputs):
+    session = ort.InferenceSession(
+        source.model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    wanted = {i.name for i in session.get_inputs()}
+    feeds = {k: v for k, v in values.items() if k in wanted}
+    return dict(zip(outputs, session.run(outputs, feeds), strict=True))
+
+
+def network_outputs(tmp_path, source, values, outputs, letters, precision="bf16", seed=0):
+    """Outputs of the interpreted network, weights put in place as the weights file would have them."""
+    (tmp_path / "graph.onnx").write_bytes(source.model.SerializeToString())
+    kinds = {w.name: w.kind for w in source.weights}
+    sizes = {k: (v if isinstance(v, tuple) else (v, v, v)) for k, v in letters.items()}
+    plan = PlanRequest(
+        "tiny", str(tmp_path / "graph.onnx"), tuple(outputs), sizes, kinds, precision
+    )
+    request = {"backend": "tensorrt-rtx", "plan": plan.to_json()}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    np.savez(tmp_path / "in.npz", **(stored_values(values, kinds, precision)))
+    root = Path(__file__).resolve().parents[2]
+    with library_folder("tensorrt-rtx") as libraries:
+        environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
+        environment.pop("TRITON_INTERPRET", None)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.lowering.network_interpreter",
+             *(str(tmp_path / n) for n in ("request.json", "in.npz", "out.npz")), str(seed)],
+            env=environment, cwd=root, capture_output=True, text=True,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-800:] + done.stderr[-3000:]
+    with np.load(tmp_path / "out.npz") as found:
+        return {name: found[name] for name in found.files}
+
+
+def stored_values(values, kinds, precision):
+    """The arrays that the weights file would hold, decoded from their bytes to fp32."""
+    stored = {}
+    for name, array in values.items():
+        if precision == "bf16" or kinds.get(name) != "projection":
+            stored[name] = array
+            continue
+        parts = {
+            "fp8": {name: "fp8", f"{name}.scale": "scale"},
+            "nvfp4": {
+                name: "nvfp4",
+                f"{name}.block_scale": "block_scale",
+                f"{name}.scale": "scale",
+            },
+        }[precision]
+        parts[f"{name}.inverse_input_scale"] = "inverse_input_scale"
+        bindings = [
+            Binding(n, "input", "BF16", (1, 1), "weight", made_of=(name, part))
+            for n, part in parts.items()
+        ]
+        for part, made in make_parts(array, bindings, peak=8.0):
+            codes = made.dtype == np.uint8
+            stored[part] = nvfp4.VALUES[nvfp4.unpack(made)] if codes else made.astype(np.float32)
+    return stored
+
+
+def decoded_weight(array, precision):
+    return {"fp8": fp8, "nvfp4": nvfp4}[precision].decode(
+        *{"fp8": fp8, "nvfp4": nvfp4}[precision].encode(array)
+    )
+
+
+def target_case(seed, batch, size, lengths=None):
+    rng = np.random.default_rng(seed)
+    source = target_graph(TARGET, DRAFTER.taps, CAPACITY)
+    lengths = np.array(rng.integers(0, CAPACITY - size, batch), np.int32)
+    values = {
+        **random_values(source, rng), **caches(source, rng, lengths), "lengths": lengths,
+        "tokens": rng.integers(0, 97, (batch, size)),
+        "rows": np.tile(np.arange(size), (batch, 1)),
+    }  # fmt: skip
+    return source, values
+
+
+TARGET_OUTPUTS = ["accepted", "anchor", "context", "features"]
+TARGET_CACHES = [f"{kind}_cache.{layer}.out" for layer in range(3) for kind in "kv"]
+
+
+def compare(found, wanted, lengths, size, tolerance=2e-4):
+    for name, expected in wanted.items():
+        actual = found[name]
+        if name.endswith(".out"):
+            for b, length in enumerate(lengths):
+                rows = slice(0, length + size)
+                np.testing.assert_allclose(
+                    actual[b, :, rows], expected[b, :, rows], atol=tolerance, rtol=tolerance
+                )
+        elif expected.dtype.kind == "i":
+            np.testing.assert_array_equal(actual, expected)
+        else:
+            np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_target_network_computes_what_its_source_graph_does(tmp_path, dynamic):
+    """Every sequence at a length of its own, poison behind them, windows, norms on q and k."""
+    source, values = target_case(1, batch=3, size=4)
+    outputs = TARGET_OUTPUTS + TARGET_CACHES
+    letters = {"B": (1, 1, 3), "S": (1, 4, 6) if dynamic else 4, "W": 4, "L": CAPACITY}
+    wanted = source_outputs(source, values, outputs)
+    found = network_outputs(tmp_path, source, values, outputs, letters)
+    compare(found, wanted, values["lengths"], 4)
+
+
+def drafter_case(seed, passes, batch=2, rows=4):
+    rng = np.random.default_rng(seed)
+    source = drafter_graph(DRAFTER, TARGET, CAPACITY, passes)
+    context = rng.integers(rows, CAPACITY - rows - DRAFTER.block, batch).astype(np.int32)
+    accepted = rng.integers(1, rows + 1, batch).astype(np.int32)
+    values = {
+        **random_values(source, rng), **caches(source, rng, context - accepted),
+        "features": rng.normal(0, 1, (batch, rows, 128)).astype(np.float32),
+        "accepted": accepted, "context": context, "anchor": rng.integers(0, 96, batch),
+        "masks": np.full((batch, 3), 96),
+    }  # fmt: skip
+    return source, values
+
+
+DRAFT_CACHES = [f"{kind}_cache.{layer}.out" for layer in range(2) for kind in "kv"]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_drafter_network_computes_what_its_source_graph_does(tmp_path, passes, seed):
+    """Caches are shared and changed in place; layers run in random orders (the seed)."""
+    source, values = drafter_case(seed, passes)
+    letters = {"B": (1, 1, 2), "S": 4, "R": 4, "M": 3, "L": CAPACITY}
+    outputs = ["tokens", "lengths"]
+    wanted = source_outputs(source, values, outputs + DRAFT_CACHES)
+    found = network_outputs(tmp_path, source, values, outputs + DRAFT_CACHES, letters, seed=seed)
+    compare({k: found[k] for k in outputs}, {k: wanted[k] for k in outputs}, None, 0)
+    for name in DRAFT_CACHES:  # the block behind the context is not kept by the op
+        for b, length in enumerate(values["context"]):
+            np.testing.assert_allclose(
+                found[name][b, :, :length], wanted[name][b, :, :length], atol=2e-4
+            )
+
+
+def test_the_injecting_network_only_writes_the_caches(tmp_path):
+    source, values = drafter_case(5, 1)
+    letters = {"B": (1, 1, 2), "S": 4, "R": (1, 4, 6), "M": 3, "L": CAPACITY}
+    found = network_outputs(tmp_path, source, values, DRAFT_CACHES, letters)
+    assert set(found) == {"written"}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp8", 0.15), ("nvfp4", 0.4)])
+def test_quantised_networks_stay_near_their_source_graph(tmp_path, precision, tolerance):
+    """Scales, layouts and nibbles are those of the weights file: against the source graph with
+    rounded weights, only the rounding of activations is left (a wrong layout gives over 100%)."""
+    source, values = target_case(7, batch=2, size=4)
+    letters = {"B": (1, 1, 2), "S": 4, "W": 4, "L": CAPACITY}
+    kinds = {w.name: w.kind for w in source.weights}
+    decoded = {
+        name: decoded_weight(array, precision) if kinds.get(name) == "projection" else array
+        for name, array in values.items()
+    }
+    wanted = source_outputs(source, decoded, ["features"])["features"]
+    found = network_outputs(tmp_path, source, values, ["features"], letters, precision)["features"]
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert error < tolerance
