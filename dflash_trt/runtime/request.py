@@ -86,6 +86,7 @@ class Request:
         self._manifest = manifest
         self._stream, self._finder = codec.stream(), StopFinder(options.stop)
         self._told_logprobs = 0
+        self._engine_before = 0.0
         self._submitted = self._first_token = perf_counter()
         self.chooser = Chooser(prompt, options, stop_ids, manifest.vocab_size)
         self.generation.metrics.prompt_tokens = len(prompt)
@@ -127,19 +128,19 @@ class Request:
         self.slot = slot
         self.generation.metrics.queue_seconds = perf_counter() - self._submitted
 
-    def begin(self, token: int) -> None:
-        """The first token, at the end of the prefill."""
-        self._first_token = perf_counter()
+    def begin(self, token: int, engine_seconds: float) -> None:
+        """The first token, at the end of the prefill; engine_seconds: spent by all calls so far."""
+        self._first_token, self._engine_before = perf_counter(), engine_seconds
         self.generation.metrics.ttft = self._first_token - self._submitted
         self._take([token])
 
     def advance(self, step: StepResult, context: int, engine_seconds: float) -> None:
-        """The tokens of one cycle. context: cached tokens; engine_seconds: the cycle's engine time."""
+        """The tokens of one cycle. context: cached tokens; engine_seconds as in `begin`."""
         metrics = self.generation.metrics
         metrics.count(step)
         self._take(step.committed, full=context + 1 >= self._manifest.max_seq_len)
         metrics.decode_seconds = perf_counter() - self._first_token
-        metrics.engine_seconds += engine_seconds
+        metrics.engine_seconds = engine_seconds - self._engine_before
 
     def end(self, reason: str) -> None:
         """End it from outside: cancelled, or past its deadline."""

@@ -93,15 +93,14 @@ class Scheduler:
             self._prefilling.append(request)
         else:
             self._decoding.append(request)
-            request.begin(token)
+            request.begin(token, self._cycle.engine_seconds)
             self._forget_ended()
 
     def _decode(self) -> None:
         if not self._decoding:
             return
-        before = self._cycle.engine_seconds
         results = self._cycle.step([request.lane() for request in self._decoding])
-        spent = self._cycle.engine_seconds - before
+        spent = self._cycle.engine_seconds
         for request, result in zip(self._decoding, results, strict=True):
             self.metrics.count(result)
             request.advance(result, int(self._engines.context[request.slot]), spent)

@@ -1,0 +1,229 @@
+"""Requests that share slots: what they get does not depend on company, drafts or the block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_trt.runtime.options import GenerationOptions
+from dflash_trt.runtime.scheduler import QueueFullError, Scheduler
+from tests.runtime.drive import Driven, check_state, run_all
+from tests.runtime.toy import ToyPair, as_engines
+
+VOCAB = 24
+token = st.integers(0, VOCAB - 1)
+prompts = st.lists(token, min_size=1, max_size=30)
+
+
+@st.composite
+def options(draw: st.DrawFn) -> GenerationOptions:
+    """Any combination of processing and ends."""
+    most = draw(st.integers(1, 30))
+    return GenerationOptions(
+        max_tokens=most,
+        min_tokens=draw(st.integers(0, most)),
+        ignore_eos=draw(st.booleans()),
+        stop=tuple(draw(st.lists(st.text("abcdefgh", min_size=1, max_size=3), max_size=2))),
+        stop_token_ids=tuple(draw(st.lists(token, max_size=2))),
+        temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.5])),
+        top_k=draw(st.sampled_from([0, 3])),
+        top_p=draw(st.sampled_from([1.0, 0.8])),
+        min_p=draw(st.sampled_from([0.0, 0.05])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.8])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.5])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.4])),
+        logit_bias=draw(st.dictionaries(token, st.sampled_from([-3.0, 2.0]), max_size=2)),
+        logprobs=draw(st.sampled_from([None, 0, 2])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+    )
+
+
+def toy(**changes: object) -> ToyPair:
+    return ToyPair(**{"vocab": VOCAB, "stop_ids": (22, 23), **changes})  # type: ignore[arg-type]
+
+
+def same(a, b) -> None:
+    """Everything that a client sees, metrics aside."""
+    assert (a.tokens, a.text, a.finish_reason, a.stop) == (
+        b.tokens,
+        b.text,
+        b.finish_reason,
+        b.stop,
+    )
+    assert a.logprobs == b.logprobs
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompts, options(), st.integers(2, 6), st.sampled_from([0.0, 0.7, 0.95]))
+def test_drafting_changes_nothing(
+    prompt: list[int], wish: GenerationOptions, width: int, skill: float
+) -> None:
+    """Any combination of penalties, bias, ends and sampling, at any block length and any skill."""
+    plain = run_all(toy(), [(prompt, replace(wish, draft=False))])[0]
+    drafted = run_all(toy(skill=skill), [(prompt, replace(wish, width=width))])[0]
+    same(drafted, plain)
+    assert len(plain.tokens) == wish.max_tokens or plain.finish_reason == "stop"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(prompts, options(), st.booleans()), min_size=2, max_size=8))
+def test_company_changes_nothing(wishes: list[tuple[list[int], GenerationOptions, bool]]) -> None:
+    """Requests of all kinds, drafted and not, on three slots: the answers they get alone."""
+    requests = [(prompt, replace(o, draft=drafted)) for prompt, o, drafted in wishes]
+    together = run_all(toy(slots=3), requests)
+    for request, answer in zip(requests, together, strict=True):
+        same(answer, run_all(toy(), [request])[0])
+
+
+def test_acceptance_of_a_request_does_not_depend_on_company() -> None:
+    """An always right drafter is always accepted, at every place of a batch."""
+    wish = GenerationOptions(40, ignore_eos=True)
+    for answer in run_all(toy(slots=4, skill=1.0), [([i], wish) for i in range(7)]):
+        assert set(answer.metrics.acceptance_per_slot) == {1.0}
+
+
+def test_random_arrivals_and_cancellations_leave_nothing_behind() -> None:
+    """10,000 cycles; every contract is checked after each, and no answer holds a foreign token."""
+    engines = toy(slots=3, block=4, seed=2)
+    scheduler = Scheduler(as_engines(engines), queue_limit=5)
+    random = np.random.default_rng(0)
+    alive: list[Driven] = []
+    refused = 0
+    for cycle in range(10_000):
+        if cycle < 9_900 and random.random() < 0.15:
+            one = Driven(engines, random.integers(0, VOCAB, random.integers(1, 40)), _wish(random))
+            try:
+                scheduler.submit(one.request)
+                alive.append(one)
+            except QueueFullError:
+                refused += 1
+        if alive and random.random() < 0.03:
+            alive[random.integers(len(alive))].request.cancelled = True
+        scheduler.step()
+        check_state(engines, scheduler)
+        for one in [a for a in alive if a.request.ended]:
+            alive.remove(one)
+            one.check()
+            _matches_greedy(engines, one)
+    assert not alive
+    assert not scheduler.busy
+    finished = scheduler.metrics.finished
+    assert finished["cancelled"] > 100
+    assert finished["length"] > 100
+    assert refused == scheduler.metrics.refused > 10
+
+
+def _wish(random: np.random.Generator) -> GenerationOptions:
+    return GenerationOptions(
+        int(random.integers(1, 60)), draft=random.random() < 0.8, ignore_eos=True
+    )
+
+
+def _matches_greedy(engines: ToyPair, one: Driven) -> None:
+    tokens = one.request.prompt.tolist()
+    for got in one.generation.tokens:
+        assert got == engines.row(tokens).argmax()
+        tokens.append(got)
+
+
+# Waiting, fairness, ends from outside
+
+
+def test_a_cancelled_request_frees_its_slot_within_one_cycle() -> None:
+    engines = toy()
+    scheduler = Scheduler(as_engines(engines))
+    first, second = (Driven(engines, [1], GenerationOptions(100, ignore_eos=True)) for _ in "ab")
+    for one in (first, second):
+        scheduler.submit(one.request)
+    scheduler.step()
+    assert (first.request.slot, second.request.slot) == (0, -1)
+    first.request.cancelled = True
+    scheduler.step()
+    assert first.generation.finish_reason == "cancelled"
+    assert second.request.slot == 0
+
+
+def test_a_waiting_request_can_be_cancelled() -> None:
+    engines = toy()
+    scheduler = Scheduler(as_engines(engines))
+    first, second = (Driven(engines, [1], GenerationOptions(100, ignore_eos=True)) for _ in "ab")
+    scheduler.submit(first.request)
+    scheduler.step()
+    scheduler.submit(second.request)
+    second.request.cancelled = True
+    scheduler.step()
+    assert second.generation.finish_reason == "cancelled"
+    second.check()
+
+
+def test_a_deadline_ends_a_request_that_runs_and_one_that_waits() -> None:
+    engines = toy(max_seq_len=100_000)
+    scheduler = Scheduler(as_engines(engines))
+    wish = GenerationOptions(10_000, ignore_eos=True, deadline=0.05)
+    both = [Driven(engines, [1], wish) for _ in "ab"]
+    for one in both:
+        scheduler.submit(one.request)
+    while scheduler.busy:
+        scheduler.step()
+    assert [one.generation.finish_reason for one in both] == ["deadline", "deadline"]
+    assert both[0].generation.tokens
+    assert not both[1].generation.tokens
+
+
+def test_a_full_queue_refuses() -> None:
+    engines = toy()
+    scheduler = Scheduler(as_engines(engines), queue_limit=2)
+    for _ in range(2):
+        scheduler.submit(Driven(engines, [1], GenerationOptions(5)).request)
+    with pytest.raises(QueueFullError, match="2 requests are waiting already; try again later"):
+        scheduler.submit(Driven(engines, [1], GenerationOptions(5)).request)
+
+
+def test_a_long_prompt_does_not_stall_others() -> None:
+    """While 50 pieces of a prompt run, the other slot commits in every step; a short prompt that
+    comes later starts within two steps."""
+    engines = toy(slots=3)
+    scheduler = Scheduler(as_engines(engines))
+    wish = GenerationOptions(500, ignore_eos=True)
+    running = Driven(engines, [1], wish)
+    scheduler.submit(running.request)
+    scheduler.step()
+    scheduler.submit(Driven(engines, [2] * 400, wish).request)
+    for _ in range(10):
+        before = len(running.generation.tokens)
+        scheduler.step()
+        assert len(running.generation.tokens) > before
+    late = Driven(engines, [3], wish)
+    scheduler.submit(late.request)
+    scheduler.step()
+    scheduler.step()
+    assert late.generation.tokens
+
+
+def test_beyond_the_drafters_positions_generation_goes_on() -> None:
+    """Drafting stops where the drafter's positions end, and the answer says so."""
+    wish = GenerationOptions(100, ignore_eos=True)
+    short = toy(drafter_positions=40, skill=1.0)
+    answer = run_all(short, [([1] * 10, wish)])[0]
+    assert answer.drafting == "off: the drafter ends at 40 positions"
+    assert len(answer.tokens) == 100
+    assert answer.tokens == run_all(toy(), [([1] * 10, wish)])[0].tokens
+    assert 10 + answer.metrics.committed - answer.metrics.cycles < 40 + short.manifest.block
+
+
+def test_a_failing_engine_ends_every_request_with_its_error() -> None:
+    engines = toy(slots=2)
+    scheduler = Scheduler(as_engines(engines))
+    wish = GenerationOptions(50, ignore_eos=True)
+    driven = [Driven(engines, [1], wish) for _ in range(3)]
+    for one in driven:
+        scheduler.submit(one.request)
+    scheduler.step()
+    scheduler.fail(RuntimeError("out of memory"))
+    assert not scheduler.busy
+    assert [str(one.deltas[-1].error) for one in driven] == ["out of memory"] * 3
+    assert sorted(scheduler._free) == [0, 1]
