@@ -74,7 +74,11 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A DFlash drafter in the z-lab layout; `causal` holds for layers with a window only."""
+    """A DFlash drafter; `window_causal` holds for layers with a window only.
+
+    num_target_layers: 0 where the checkpoint does not say; draft_vocab_size: rows of an lm_head of
+    its own, 0 where it uses the target's; own_embedding: it does not use the target's embedding.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -93,6 +97,13 @@ class DrafterConfig:
     attention_bias: bool = False
     windows: tuple[int, ...] = ()
     window_causal: bool = True
+    draft_vocab_size: int = 0
+    own_embedding: bool = False
+
+    @property
+    def token_map(self) -> bool:
+        """Whether its tokens have other ids than the target's."""
+        return 0 < self.draft_vocab_size < self.vocab_size
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

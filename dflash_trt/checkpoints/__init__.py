@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_trt.checkpoints.base import TargetCheckpoint, TensorSource, TextFormat
-from dflash_trt.checkpoints.drafter import DrafterCheckpoint, check_pair
+from dflash_trt.checkpoints.drafter import DrafterCheckpoint, check_pair, read_drafter
 from dflash_trt.checkpoints.gguf import GgufTarget
 from dflash_trt.checkpoints.huggingface import HuggingFaceTarget
 from dflash_trt.errors import InputError
@@ -33,7 +33,7 @@ def open_target(path: Path) -> TargetCheckpoint:
 
 
 def open_drafter(path: Path) -> DrafterCheckpoint:
-    """A drafter from a folder in the z-lab layout."""
+    """A drafter from a folder in the z-lab or the speculators layout."""
     if not path.is_dir():
         raise InputError(f"{path}: there is no such drafter folder")
-    return DrafterCheckpoint(path)
+    return read_drafter(path)

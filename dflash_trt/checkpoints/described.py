@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from dflash_trt.checkpoints.base import TextFormat
-from dflash_trt.config import DrafterConfig, TargetConfig
+from dflash_trt.config import TargetConfig
 from dflash_trt.errors import InputError
 
 
@@ -46,11 +46,3 @@ class DescribedTarget:
 
     def text_format(self) -> TextFormat:
         return TextFormat("", "", "", "")
-
-
-@dataclass(frozen=True)
-class DescribedDrafter:
-    """A drafter without weights."""
-
-    config: DrafterConfig
-    tensors: AbsentTensors

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -10,11 +12,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dflash_trt.bench.check import acceptance_check, verdict
-from dflash_trt.checkpoints import open_drafter, open_target
-from dflash_trt.cli import build_tensorrt
-from dflash_trt.engines.build import CPU_PRECISIONS, BuildOptions, build_cpu
+from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint, hub, open_drafter
+from dflash_trt.checkpoints.described import AbsentTensors
+from dflash_trt.cli import build_tensorrt, dry_run
+from dflash_trt.engines.build import (
+    CPU_PRECISIONS,
+    BuildOptions,
+    build_cpu,
+    wide_verify_note,
+)
 from dflash_trt.errors import InputError
-from dflash_trt.recipes import Recipe, find_recipe, packaged_file, recipe_names
+from dflash_trt.lowering.tensorrt.api import load
+from dflash_trt.recipes import Recipe, find_recipe, recipe_names
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -26,11 +35,15 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--target",
         required=True,
-        metavar="NAME|PATH",
-        help=f"a recipe ({', '.join(recipe_names())}), a Hugging Face folder, or a GGUF file",
+        metavar="NAME|PATH|ID",
+        help=f"a recipe ({', '.join(recipe_names())}), a Hugging Face folder, a GGUF file, or an "
+        "id of the Hugging Face hub",
     )
     parser.add_argument(
-        "--drafter", type=Path, metavar="PATH", help="drafter folder (default: the recipe's)"
+        "--drafter", metavar="PATH|ID", help="drafter folder or hub id (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--download", action="store_true", help="fetch a recipe's checkpoints that are not here"
     )
     parser.add_argument("--block", type=int, help="tokens per verify call (default: the recipe's)")
     parser.add_argument(
@@ -53,34 +66,36 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--backend",
         choices=("cpu", *build_tensorrt.BACKENDS),
-        default="cpu",
-        help="what runs the engines (default: cpu)",
+        help="what runs the engines (default: the recipe's, or cpu)",
     )
     parser.add_argument(
         "--max-batch", type=int, default=1, help="sequences that run at once (default: 1)"
     )
     build_tensorrt.add_arguments(parser)
+    dry_run.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     recipe = _recipe(args.target, args.drafter)
-    target = open_target(_target_path(recipe))
-    drafter = open_drafter((args.drafter or recipe.folder / recipe.drafter).resolve())
-    precision = args.precision or (recipe.precision if args.backend == "cpu" else "bf16")
-    block = args.block if args.block is not None else recipe.block or drafter.config.block
-    options = BuildOptions(
-        name=f"{recipe.name}-{precision}",
-        block=block,
-        precision=precision,
-        passes=args.passes,
-        max_batch=args.max_batch,
-        max_seq_len=args.max_seq_len
-        or min(recipe.max_seq_len, target.config.max_positions - block),
-        chat_arguments=recipe.chat_arguments,
-    )
-    out = args.output or Path("engines") / options.name
     console = Console(stderr=True)
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    args.backend = _backend(args, recipe, say)
+    if args.compute_capability is None and args.backend == recipe.backend:
+        args.compute_capability = ",".join(recipe.capabilities)
+    target, drafter = _checkpoints(args, recipe)
+    options = _options(args, recipe, target, drafter)
+    note = wide_verify_note(options, drafter.config)
+    if note:
+        say(note)
+    if args.dry_run:
+        return dry_run.run(args, target, drafter, options)
+    absent = [c.tensors for c in (target, drafter) if isinstance(c.tensors, AbsentTensors)]
+    if absent and args.backend != "cpu":
+        args.no_weights = True
+        names = " and ".join(tensors.origin for tensors in absent)
+        say(f"{names}: not here, so plans only; build again with --download or paths for weights")
+    out = args.output or Path("engines") / options.name
     begin = perf_counter()
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
@@ -106,16 +121,62 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _recipe(target: str, drafter: Path | None) -> Recipe:
+def _options(
+    args: argparse.Namespace, recipe: Recipe, target: TargetCheckpoint, drafter: DrafterCheckpoint
+) -> BuildOptions:
+    usual = recipe.precision if args.backend == recipe.backend else _USUAL_PRECISION[args.backend]
+    precision = args.precision or usual
+    block = args.block if args.block is not None else recipe.block or drafter.config.block
+    longest = min(recipe.max_seq_len, target.config.max_positions - block)
+    return BuildOptions(
+        name=f"{recipe.name}-{precision}",
+        block=block,
+        precision=precision,
+        passes=args.passes,
+        max_batch=args.max_batch,
+        max_seq_len=args.max_seq_len or longest,
+        chat_arguments=recipe.chat_arguments,
+    )
+
+
+_USUAL_PRECISION = {"cpu": "fp32", **dict.fromkeys(build_tensorrt.BACKENDS, "bf16")}
+
+
+def _backend(args: argparse.Namespace, recipe: Recipe, say: Callable[[str], None]) -> str:
+    """What was asked for, else the recipe's; a recipe's backend is named with the reason."""
+    if args.backend:
+        return args.backend
+    if recipe.backend != "cpu":
+        for_what = f" for compute capability {', '.join(recipe.capabilities)}"
+        say(f"backend {recipe.backend}{for_what}: what the recipe {recipe.name} is for")
+        if not args.dry_run:
+            load(recipe.backend)
+    return recipe.backend
+
+
+def _checkpoints(
+    args: argparse.Namespace, recipe: Recipe
+) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
+    """Both checkpoints; a dry run of a recipe reads its own table where it has one."""
+    described = args.dry_run and not args.download
+    if described and recipe.target_config:
+        target = recipe.described_target()
+    else:
+        target = recipe.open_target(args.download)
+    if args.drafter:
+        path = hub.download(args.drafter) if hub.is_hub_id(args.drafter) else Path(args.drafter)
+        return target, open_drafter(path.resolve())
+    if described and recipe.drafter_config:
+        return target, recipe.described_drafter()
+    return target, recipe.open_drafter(args.download)
+
+
+def _recipe(target: str, drafter: str | None) -> Recipe:
     path = Path(target)
-    if not path.exists():
+    known = path.exists() or hub.is_hub_id(target)
+    if not known:
         return find_recipe(target)
     if drafter is None:
-        raise InputError(f"{target}: a target given as a path needs --drafter PATH")
-    return Recipe(name=path.stem.lower(), folder=Path(), target=target, drafter="", block=0)
-
-
-def _target_path(recipe: Recipe) -> Path:
-    if recipe.package:
-        return packaged_file(recipe.package, recipe.file)
-    return (recipe.folder / recipe.target).resolve()
+        raise InputError(f"{target}: a target given as a path or hub id needs --drafter")
+    base = Path.cwd()
+    return Recipe(name=path.stem.lower(), folder=base, target=target, drafter="", block=0)

@@ -12,7 +12,9 @@ import numpy as np
 import onnx
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint, check_pair
+from dflash_trt.checkpoints.described import AbsentTensors
 from dflash_trt.checkpoints.weights import WeightLoader
+from dflash_trt.config import DrafterConfig
 from dflash_trt.engines import onnxruntime as cpu
 from dflash_trt.engines.directory import (
     Identity,
@@ -99,10 +101,6 @@ def source_graphs(
 ) -> Sources:
     """Write both graphs and check every weight's presence and shape before anything is read."""
     check_pair(target.config, drafter.config, drafter.tensors.origin)
-    if options.block > drafter.config.block:
-        raise InputError(
-            f"block {options.block}: the drafter was trained with blocks of {drafter.config.block}"
-        )
     positions = options.max_seq_len + options.block
     if positions > target.config.max_positions:
         raise InputError(
@@ -120,6 +118,22 @@ def source_graphs(
     return sources
 
 
+def drafted_slots(options: BuildOptions, drafter: DrafterConfig) -> int:
+    """Slots to draft per cycle, the anchor not counted: a drafter is never asked for a longer block
+    than it was trained with, however wide the verify call is."""
+    return min(options.block, drafter.block) - 1
+
+
+def wide_verify_note(options: BuildOptions, drafter: DrafterConfig) -> str:
+    """What a build says where it verifies more than it drafts; empty where it does not."""
+    if options.block <= drafter.block:
+        return ""
+    return (
+        f"verifies {options.block} tokens, drafts {drafter.block} (anchor included): the drafter "
+        f"was trained with blocks of {drafter.block}"
+    )
+
+
 def build_cpu(
     target: TargetCheckpoint,
     drafter: DrafterCheckpoint,
@@ -132,6 +146,7 @@ def build_cpu(
         known = ", ".join(CPU_PRECISIONS)
         raise InputError(f"precision '{options.precision}': the CPU engine offers {known}")
     sources = source_graphs(target, drafter, options)
+    _check_cpu(target, drafter, options)
     precision = CPU_PRECISIONS[options.precision]
     manifest = describe(
         target, drafter, options, sources,
@@ -145,6 +160,22 @@ def build_cpu(
         progress("hash files")
         write_manifest(folder, manifest)
     return manifest
+
+
+def _check_cpu(target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions) -> None:
+    """This backend stores the weights with the models, and has no use for a wider verify call:
+    sizes are free in every call, so room to spare is no other engine."""
+    for tensors in (target.tensors, drafter.tensors):
+        if isinstance(tensors, AbsentTensors):
+            raise InputError(
+                f"{tensors.origin}: the checkpoint is not here, and the cpu backend needs its "
+                f"weights; give its folder as a path, or --download"
+            )
+    if options.block > drafter.config.block:
+        raise InputError(
+            f"block {options.block}: the drafter was trained with blocks of "
+            f"{drafter.config.block}, and the cpu backend verifies no more than is drafted"
+        )
 
 
 def _lowered(
@@ -197,8 +228,9 @@ def write_sources(folder: Path, target: TargetCheckpoint, sources: Sources) -> N
     for name, graph in (("target", sources.target), ("drafter", sources.drafter)):
         (folder / "source" / f"{name}.onnx").write_bytes(graph.model.SerializeToString())
     text = target.text_format()
-    (folder / "tokenizer.json").write_text(text.tokenizer_json)
-    (folder / "chat_template.jinja").write_text(text.chat_template)
+    if text.tokenizer_json:
+        (folder / "tokenizer.json").write_text(text.tokenizer_json)
+        (folder / "chat_template.jinja").write_text(text.chat_template)
 
 
 def describe(
@@ -219,13 +251,13 @@ def describe(
         target=_identity(target.tensors, target.config.to_json()),
         drafter=_identity(drafter.tensors, drafter.config.to_json()),
         block=options.block,
-        drafted=options.block - 1,
+        drafted=drafted_slots(options, drafter.config),
         trained_block=drafter.config.block,
         passes=options.passes,
         taps=drafter.config.taps,
         mask_id=drafter.config.mask_id,
         stop_ids=target.config.stop_ids,
-        vocab_size=target.config.vocab_size,
+        vocab_size=target.config.token_count,
         max_batch=options.max_batch,
         max_seq_len=options.max_seq_len,
         tensor_parallel=1,

@@ -111,14 +111,54 @@ def _refine(
         g.scope = f"p{index}."
         block = g.op("Concat", first, drafts, name="block", axis=1)
         hidden = _block(g, c, target, block, context, caches, tables)
-        logits = layers.lm_head(g, hidden, target, "lm_head")
-        drafts, committed = g.ops(
+        logits = _logits(g, c, target, hidden)
+        drafts, settled = g.ops(
             "ConfidenceCommit", logits, drafts, committed, slots if last else share,
             outputs=[f"p{index}.drafts", f"p{index}.committed"], name="commit",
             domain=DOMAIN, final=int(last),
         )  # fmt: skip
+        if c.token_map:
+            drafts = _target_ids(g, c, drafts, committed, "" if last else settled)
+        committed = settled
     g.scope = ""
     return drafts, hidden
+
+
+def _logits(g: GraphWriter, c: DrafterConfig, target: TargetConfig, hidden: str) -> str:
+    """Through the target's lm_head, or the drafter's own."""
+    if not c.draft_vocab_size:
+        return layers.lm_head(g, hidden, target, "lm_head")
+    shape, source = (c.hidden_size, c.draft_vocab_size), ("lm_head.weight",)
+    name = "drafter.lm_head.weight"
+    weight = g.weight(Weight(name, shape, "lm_head", source, transpose=True, model=MODEL))
+    logits = g.op("MatMul", hidden, weight, name="lm_head")
+    if c.draft_vocab_size <= target.token_count:
+        return logits
+    ends = g.constant([0]), g.constant([target.token_count]), g.constant([-1])
+    return g.op("Slice", logits, *ends, name="lm_head.existing")
+
+
+def _target_ids(g: GraphWriter, c: DrafterConfig, drafts: str, before: str, after: str) -> str:
+    """Replace what this pass settled, ids of the draft vocabulary, by the target's ids.
+
+    `before` and `after`: slots that are settled in front of and behind this pass (all: empty).
+    """
+    shape = (c.draft_vocab_size,)
+    d2t = g.weight(Weight("drafter.d2t", shape, "token_map", ("d2t",), model=MODEL))
+    fresh = g.op("Not", before, name="fresh")
+    if after:
+        fresh = g.op("And", after, fresh, name="fresh.now")
+    ids = g.op("Where", fresh, drafts, g.constant(0), name="draft.ids")
+    mapped = g.op("Add", ids, g.op("Gather", d2t, ids, name="d2t"), name="target.ids")
+    return g.op("Where", fresh, mapped, drafts, name="drafts.mapped")
+
+
+def _embed(g: GraphWriter, c: DrafterConfig, target: TargetConfig, block: str) -> str:
+    if not c.own_embedding:
+        return layers.embed(g, block, target.hidden_size, target.vocab_size, "embed")
+    shape, source = (c.vocab_size, c.hidden_size), ("embed_tokens.weight",)
+    weight = Weight("drafter.embed_tokens.weight", shape, "embedding", source, model=MODEL)
+    return g.op("Gather", g.weight(weight), block, name="embed", axis=0)
 
 
 def _block(
@@ -131,7 +171,7 @@ def _block(
     tables: tuple[str, str],
 ) -> str:
     """All layers over the block; final states of the drafted slots [B, M, H]."""
-    x = layers.embed(g, block, target.hidden_size, target.vocab_size, "embed")
+    x = _embed(g, c, target, block)
     for layer in range(c.num_layers):
         x = _layer(g, c, x, context, caches[2 * layer : 2 * layer + 2], tables, layer)
     drafted = g.op(

@@ -20,8 +20,9 @@ class Weight:
     `sources` are concatenated along axis 0 and transposed where `transpose` is set. `kind` says
     what the weight is for and with that which precision recipes apply to it: `projection`, `fc`,
     `lm_head`, `embedding`, `norm`, `bias`, `router`, `sinks`, `mxfp4_blocks` and `mxfp4_scales`
-    (uint8, see `MixtureOfExperts`), `rope_cos`, `rope_sin` (computed from the rotary settings of
-    `model`, no sources). `model` is `target` or `drafter`.
+    (uint8, see `MixtureOfExperts`), `token_map` (int64, see `models.dflash`), `rope_cos` and
+    `rope_sin` (computed from the rotary settings of `model`, no sources). `model` is `target` or
+    `drafter`.
     """
 
     name: str
@@ -37,7 +38,11 @@ class Weight:
         return _STORED_TYPES.get(self.kind, TensorProto.FLOAT)
 
 
-_STORED_TYPES = {"mxfp4_blocks": TensorProto.UINT8, "mxfp4_scales": TensorProto.UINT8}
+_STORED_TYPES = {
+    "mxfp4_blocks": TensorProto.UINT8,
+    "mxfp4_scales": TensorProto.UINT8,
+    "token_map": TensorProto.INT64,
+}
 
 
 @dataclass

@@ -1,0 +1,63 @@
+"""`dflash-trt build --dry-run`: what the build would come to, from configurations alone."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from dflash_trt.engines.build import BuildOptions, source_graphs
+from dflash_trt.planner.build_size import BuildSize, build_size, check_precision, verdict
+from dflash_trt.planner.hardware import GPUS, find_gpu
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("dry run")
+    group.add_argument(
+        "--dry-run", action="store_true", help="print sizes, memory and files; build nothing"
+    )
+    group.add_argument("--gpu", help=f"with --dry-run, whether it fits: {', '.join(GPUS)}")
+
+
+def run(
+    args: argparse.Namespace,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    options: BuildOptions,
+) -> int:
+    """Print the size of the build that `options` describe."""
+    gpu = find_gpu(args.gpu) if args.gpu else None
+    check_precision(options.precision, args.backend)
+    sources = source_graphs(target, drafter, options)
+    size = build_size(target.config, drafter.config, options, sources, args.backend)
+    console = Console()
+    console.print(_table(size, options, args.backend))
+    console.print(f"peak memory where it runs: {_gb(size.device)}", highlight=False)
+    console.print(f"peak host memory for weights: {_gb(size.host)}", highlight=False)
+    if gpu:
+        console.print(verdict(size, gpu), highlight=False)
+    console.print(f"files: {', '.join(size.files)}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _table(size: BuildSize, options: BuildOptions, backend: str) -> Table:
+    table = Table(
+        title=f"{options.name}, {backend}, {options.max_batch} sequences of {options.max_seq_len}",
+        box=SIMPLE,
+    )
+    table.add_column("component")
+    table.add_column("size", justify="right")
+    for name, count in size.weights.items():
+        table.add_row(f"weights: {name}", _gb(count))
+    table.add_row("weights together", _gb(size.stored))
+    for name, count in size.caches.items():
+        table.add_row(f"keys and values: {name}", _gb(count))
+    table.add_row("logits and features", _gb(size.work))
+    return table
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

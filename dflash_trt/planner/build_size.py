@@ -1,0 +1,131 @@
+"""What a build would come to, from the configurations alone: sizes, memory, files. No weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from dflash_trt.config import DrafterConfig, TargetConfig
+from dflash_trt.engines.build import CPU_PRECISIONS, BuildOptions, Sources, drafted_slots
+from dflash_trt.engines.onnxruntime_build import WEIGHTS_FILE, batch_sizes, model_name
+from dflash_trt.engines.tensorrt_weights import FILE
+from dflash_trt.errors import InputError
+from dflash_trt.models.graph import Weight
+from dflash_trt.planner.hardware import Gpu
+
+PREFILL_CHUNK = 128
+# Bytes per element of a weight: what it is stored in, its block scales included.
+_TENSORRT = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 4.5 / 8}
+_INTEGER_BLOCKS = {8: 1 + 5 / 32, 4: 0.5 + 4.5 / 32}  # fp32 scale and zero point per 32
+_BYTES_KINDS = frozenset({"mxfp4_blocks", "mxfp4_scales"})
+_ALWAYS = ("engine.json", "source/target.onnx", "source/drafter.onnx")
+_TEXT = ("tokenizer.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class BuildSize:
+    """Sizes in bytes. weights: by component; caches: keys and values of all slots; work: buffers
+    between the engines and logits; largest: the biggest weight as it is read, in fp32."""
+
+    weights: Mapping[str, float]
+    caches: Mapping[str, float]
+    work: float
+    largest: float
+    files: tuple[str, ...]
+
+    @property
+    def stored(self) -> float:
+        return sum(self.weights.values())
+
+    @property
+    def device(self) -> float:
+        """Peak where the engines run; scratch memory of the compiled programs is not known yet."""
+        return self.stored + sum(self.caches.values()) + self.work
+
+    @property
+    def host(self) -> float:
+        """Peak while the weights file is written: one weight as read, and in its stored form."""
+        return 2 * self.largest
+
+
+def build_size(
+    target: TargetConfig,
+    drafter: DrafterConfig,
+    options: BuildOptions,
+    sources: Sources,
+    backend: str,
+) -> BuildSize:
+    """What `options` would build from these models."""
+    element = 4 if backend == "cpu" else 2
+    capacity = options.max_seq_len + max(options.block, PREFILL_CHUNK)
+    rows = options.max_batch * capacity * element
+    caches = {
+        name: 2.0 * c.num_layers * c.num_kv_heads * c.head_dim * rows
+        for name, c in (("target", target), ("drafter", drafter))
+    }
+    slots = options.block + drafted_slots(options, drafter)
+    features = PREFILL_CHUNK * len(drafter.taps) * target.hidden_size
+    work = options.max_batch * element * (slots * target.vocab_size + features)
+    largest = max(prod(w.shape) * _read_bytes(w) for w in sources.weights.values())
+    weights = _components(sources, options, backend)
+    return BuildSize(weights, caches, work, largest, _files(backend, options))
+
+
+def _read_bytes(weight: Weight) -> int:
+    return 1 if weight.kind in _BYTES_KINDS else 4
+
+
+def _components(sources: Sources, options: BuildOptions, backend: str) -> dict[str, float]:
+    """Stored bytes by component; a weight that both engines read in one form counts once."""
+    total: dict[str, float] = {}
+    for weight in sources.weights.values():
+        users = [
+            name
+            for name, graph in (("target", sources.target), ("drafter", sources.drafter))
+            if weight.name in graph.weight_names
+        ]
+        forms = {_element_bytes(weight, user, options.precision, backend) for user in users}
+        component = _component(weight)
+        total[component] = total.get(component, 0.0) + prod(weight.shape) * sum(forms)
+    return total
+
+
+def _component(weight: Weight) -> str:
+    if weight.kind in ("embedding", "lm_head"):
+        return f"{weight.kind}" if weight.model == "target" else f"drafter {weight.kind}"
+    part = "experts" if weight.kind in _BYTES_KINDS else "layers"
+    return f"{weight.model} {part}"
+
+
+def _element_bytes(weight: Weight, user: str, precision: str, backend: str) -> float:
+    if weight.kind in _BYTES_KINDS:
+        return 1.0
+    if backend == "cpu":
+        bits = getattr(CPU_PRECISIONS[precision], user).get(weight.kind)
+        return _INTEGER_BLOCKS[bits] if bits else 4.0
+    return _TENSORRT[precision] if weight.kind == "projection" else 2.0
+
+
+def _files(backend: str, options: BuildOptions) -> tuple[str, ...]:
+    if backend == "cpu":
+        sizes = batch_sizes(options.max_batch)
+        models = [f"{model_name(m, n)}.onnx" for n in sizes for m in ("target", "drafter")]
+        return (*models, WEIGHTS_FILE, *_ALWAYS, *_TEXT)
+    plans = ("target.verify", "target.prefill", "drafter.draft", "drafter.inject")
+    return (*(f"{plan}.engine" for plan in plans), FILE, "plans.json", *_ALWAYS, *_TEXT)
+
+
+def check_precision(precision: str, backend: str) -> None:
+    known: Sequence[str] = tuple(CPU_PRECISIONS if backend == "cpu" else _TENSORRT)
+    if precision not in known:
+        raise InputError(f"precision '{precision}': {backend} offers {', '.join(known)}")
+
+
+def verdict(size: BuildSize, gpu: Gpu) -> str:
+    """Whether it fits on one GPU; a tenth of the memory is left to the program and its scratch."""
+    room = 0.9 * gpu.memory
+    needed = f"{size.device / 1e9:.1f} GB of {gpu.memory / 1e9:.0f} GB on one {gpu.name}"
+    if size.device <= room:
+        return f"fits: {needed}"
+    return f"does NOT fit: {needed}, of which a tenth is kept free"
