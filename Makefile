@@ -24,7 +24,7 @@ $(VENV)/.installed: pyproject.toml
 # torch by its exact version first: other packages then do not pull another build.
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --editable .[dev,train,tensorrt-rtx]
+	$(BIN)/pip install --quiet --editable .[dev,serve,train,tensorrt-rtx]
 	$(BIN)/pip install --quiet --no-deps dflash==0.1.0
 	touch $@
 
