@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import dflash_trt
-from dflash_trt.cli import bench, build, inspect, plan, run, train
+from dflash_trt.cli import bench, build, inspect, plan, run, serve, train
 from dflash_trt.errors import InputError
 
-VERBS = (build, run, inspect, bench, train, plan)
+VERBS = (build, run, inspect, bench, train, plan, serve)
 
 
 def parser() -> argparse.ArgumentParser:

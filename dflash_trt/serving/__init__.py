@@ -1,0 +1,1 @@
+"""Serving: an OpenAI-compatible server, and a model repository for Triton Inference Server."""

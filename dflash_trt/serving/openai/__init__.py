@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server over `runtime.generate.Runtime`; needs the extra `serve`."""
