@@ -1,0 +1,231 @@
+"""Built engines with several slots: real caches, real lanes, real threads."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from dflash_trt.engines import onnxruntime
+from dflash_trt.engines.build import BuildOptions, build_cpu
+from dflash_trt.engines.onnxruntime import OnnxRuntimePair
+from dflash_trt.engines.onnxruntime_build import batch_sizes
+from dflash_trt.errors import InputError
+from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
+from dflash_trt.runtime.text import TextCodec
+from tests import tiny
+
+GREEDY = GenerationOptions(40, ignore_eos=True)
+SAMPLED = GenerationOptions(
+    40, ignore_eos=True, temperature=0.9, top_p=0.95, presence_penalty=0.4, seed=11, logprobs=2
+)
+
+
+@pytest.fixture(scope="module")
+def engine(
+    tiny_checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Six slots: batch sizes 1, 2, 4 and 6."""
+    out = tmp_path_factory.mktemp("engines") / "batched"
+    options = BuildOptions("batched", block=6, max_seq_len=384, max_batch=6)
+    build_cpu(*tiny_checkpoints, options, out)
+    return out
+
+
+class Helpful(OnnxRuntimePair):
+    """Puts known continuations in place of drafts, up to a slot that differs by lane and cycle, so
+    that random weights accept runs of all lengths."""
+
+    truths: dict[int, list[int]]
+    turn = 0
+
+    def draft(self, slots: Sequence[int], count: int) -> None:
+        super().draft(slots, count)
+        self.turn += 1
+        blocks = self._batch.view("tokens", len(self._lanes(slots)), 1 + count)
+        for lane, slot in enumerate(slots):
+            truth = self.truths.get(int(self.first[slot]), [])
+            done = int(self.context[slot]) - int(self.prompt_size[slot]) + 1
+            right = truth[done : done + (self.turn + lane) % (count + 1)]
+            blocks[lane, 1 : 1 + len(right)] = right
+
+    def prefill(self, slot: int, chunk: np.ndarray, inject: bool, logits: bool = False) -> None:
+        if self.context[slot] == 0:
+            self.first[slot] = chunk[0]
+        super().prefill(slot, chunk, inject, logits)
+        self.prompt_size[slot] = self.context[slot]
+
+    def follow(self, truths: dict[int, list[int]]) -> None:
+        """Answers by the first token of their prompt."""
+        self.truths = truths
+        self.first, self.prompt_size = (np.zeros(self.manifest.max_batch, int) for _ in "ab")
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Different lengths, some longer than a prefill piece; the first tokens differ."""
+    random = np.random.default_rng(4)
+    sizes = [1, 30, 140, 7, 60, 200, 12, 129]
+    return [[i, *random.integers(0, 256, sizes[i % 8] - 1).tolist()] for i in range(count)]
+
+
+def helpful_runtime(engine: Path, truths: dict[int, list[int]]) -> Runtime:
+    engines = Helpful(engine, threads=1)
+    engines.follow(truths)
+    return Runtime(engines, TextCodec(engine, {}))
+
+
+def same(a: Generation, b: Generation) -> None:
+    assert (a.tokens, a.text, a.finish_reason) == (b.tokens, b.text, b.finish_reason)
+    assert [e.token for e in a.logprobs] == [e.token for e in b.logprobs]
+    for x, y in zip(a.logprobs, b.logprobs, strict=True):
+        assert x.logprob == pytest.approx(y.logprob, abs=1e-4)
+        assert [lp for _, lp in x.top] == pytest.approx([lp for _, lp in y.top], abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_many_together_equal_the_same_alone(engine: Path, options: GenerationOptions) -> None:
+    """32 prompts on 6 slots, drafted, against each alone without drafting; and with accepted runs."""
+    asked = prompts(32)
+    runtime = Runtime.load(engine, threads=1)
+    alone = [runtime.generate(p, replace(options, draft=False)) for p in asked]
+    helpful = helpful_runtime(engine, {i: g.tokens for i, g in enumerate(alone)})
+    together = helpful.generate(asked, options)
+    for a, b in zip(alone, together, strict=True):
+        same(a, b)
+    assert set(helpful.metrics.acceptance) == set(range(1, 7))
+
+
+@pytest.mark.parametrize("width", [2, 3, 6])
+def test_a_seed_gives_its_tokens_at_any_block_length(engine: Path, width: int) -> None:
+    runtime = Runtime.load(engine, threads=1)
+    prompt = prompts(3)[2]
+    plain = runtime.generate(prompt, replace(SAMPLED, draft=False))
+    helpful = helpful_runtime(engine, {2: plain.tokens})
+    drafted = helpful.generate(prompt, replace(SAMPLED, width=width))
+    same(drafted, plain)
+    assert drafted.metrics.acceptance_length > 1
+    other = runtime.generate(prompt, replace(SAMPLED, seed=12))
+    assert other.tokens != plain.tokens
+
+
+def test_a_lane_touches_its_own_slot_only(engine: Path) -> None:
+    """Checksums: a step on slots 1 and 3 leaves the used rows of all others as they were, and a
+    draft leaves the target's caches alone."""
+    engines = OnnxRuntimePair(engine, threads=1)
+    for slot, prompt in enumerate(prompts(6)):
+        engines.prefill(slot, np.asarray(prompt[:100]), inject=True)
+
+    def sums(model: str, slot: int) -> list[int]:
+        used = int(engines.context[slot])
+        caches = engines._caches[model][slot].values()
+        return [zlib.crc32(c.numpy()[:, :, :used].tobytes()) for c in caches]
+
+    before = {(m, s): sums(m, s) for m in ("target", "drafter") for s in range(6)}
+    slots = [1, 3, 4]  # a batch of 4: the fourth lane is filled with an idle slot
+    engines.draft(slots, 5)
+    assert all(sums("target", s) == before["target", s] for s in range(6))
+    engines.verify(slots, 6)
+    for model, slot in before:
+        if slot not in slots:
+            assert sums(model, slot) == before[model, slot]
+
+
+def test_batch_sizes() -> None:
+    assert batch_sizes(1) == (1,)
+    assert batch_sizes(6) == (1, 2, 4, 6)
+    assert batch_sizes(8) == (1, 2, 4, 8)
+
+
+def test_caches_that_do_not_fit_are_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        available = 1_000_000
+
+    monkeypatch.setattr(onnxruntime.psutil, "virtual_memory", lambda: Full)
+    with pytest.raises(InputError, match=r"the caches need 0.00 GB .* smaller --max-batch"):
+        OnnxRuntimePair(engine)
+
+
+# The asynchronous side
+
+
+def test_streams_run_together_and_add_up(engine: Path) -> None:
+    runtime = Runtime.load(engine, threads=1)
+    asked = prompts(8)
+    alone = [runtime.generate(p, GREEDY) for p in asked]
+
+    async def collect(prompt: list[int]) -> tuple[list[int], str, str | None]:
+        deltas = [delta async for delta in runtime.stream(prompt, GREEDY)]
+        tokens = [t for delta in deltas for t in delta.tokens]
+        return tokens, "".join(d.text for d in deltas), deltas[-1].finish_reason
+
+    async def everything() -> list[tuple[list[int], str, str | None]]:
+        return await asyncio.gather(*map(collect, asked))
+
+    for (tokens, text, reason), a in zip(asyncio.run(everything()), alone, strict=True):
+        assert (tokens, text, reason) == (a.tokens, a.text, a.finish_reason)
+
+
+def test_leaving_a_stream_cancels_its_request(engine: Path) -> None:
+    runtime = Runtime.load(engine, threads=1)
+
+    async def leave() -> Generation:
+        generation = Generation()
+        stream = runtime.stream([1, 2], replace(GREEDY, max_tokens=350), generation)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        while generation.finish_reason is None:
+            await asyncio.sleep(0.01)
+        return generation
+
+    assert asyncio.run(leave()).finish_reason == "cancelled"
+    left = runtime.deltas([1, 2], replace(GREEDY, max_tokens=350))
+    next(left)
+    left.close()
+    assert runtime.generate([1, 2], GREEDY).finish_reason == "length"
+    assert runtime.metrics.finished["cancelled"] == 2
+
+
+def test_more_prompts_than_the_queue_holds(engine: Path) -> None:
+    engines = OnnxRuntimePair(engine, threads=1)
+    runtime = Runtime(engines, TextCodec(engine, {}), queue_limit=2)
+    answers = runtime.generate([[i] for i in range(20)], GenerationOptions(3, ignore_eos=True))
+    assert [len(a.tokens) for a in answers] == [3] * 20
+
+
+def test_kinds_of_prompts(engine: Path) -> None:
+    """A question, messages and token ids, one or several; several are a list of answers."""
+    runtime = Runtime.load(engine, threads=1)
+    options = GenerationOptions(4, ignore_eos=True)
+    text, messages = "hi", [{"role": "user", "content": "hi"}]
+    ids = runtime.prompt_ids(text)
+    one = runtime.generate(text, options)
+    assert one.tokens == runtime.generate(messages, options).tokens
+    assert one.tokens == runtime.generate(ids, options).tokens
+    several = runtime.generate([text, messages, ids, np.asarray(ids)], options)
+    assert [g.tokens for g in several] == [one.tokens] * 4
+
+
+def test_memory_does_not_grow_with_requests(engine: Path) -> None:
+    """5,000 short requests: resident memory stays where it was."""
+    runtime = Runtime.load(engine, threads=1)
+    options = GenerationOptions(2, ignore_eos=True, temperature=1.0)
+    process = psutil.Process()
+
+    def some(count: int) -> int:
+        runtime.generate([[i % tiny.VOCAB] for i in range(count)], options)
+        gc.collect()
+        return process.memory_info().rss
+
+    some(1000)
+    before = some(500)
+    assert some(5000) - before < 4_000_000
