@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -160,7 +160,7 @@ def _move_blobs(
     def moved(offset: int, length: int) -> int:
         return merged.append(file, data[offset : offset + length].data)
 
-    for tensor in model.graph.initializer:
+    for tensor in _initializers(model.graph):
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             continue
         entries = {e.key: e.value for e in tensor.external_data}
@@ -171,6 +171,15 @@ def _move_blobs(
         _set_location(tensor, WEIGHTS_FILE, moved(offset, length), length)
         for key, value in blobs.items():
             tensor.external_data.add(key=key, value=_moved_entry(value, moved))
+
+
+def _initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Of a graph and of the bodies of its loops."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _initializers(attribute.g)
 
 
 def _moved_entry(value: str, moved: Callable[[int, int], int]) -> str:
