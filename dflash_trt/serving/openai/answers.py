@@ -66,7 +66,7 @@ class Answer:
         choice = self._part(index, delta)
         if delta.finish_reason is not None:
             choice["dflash"] = figures(generation)
-        elif not (delta.text or delta.logprobs or self._carries(choice)):
+        elif not (delta.logprobs or self._carries(choice)):
             return None
         return self._chunk([choice])
 
@@ -78,7 +78,8 @@ class Answer:
         return {**self._head, "object": self.chunk_kind, "choices": choices}
 
     def _carries(self, choice: Json) -> bool:
-        return False
+        """Whether there is anything to read in a choice of a chunk."""
+        raise NotImplementedError
 
     def _choice(self, index: int, generation: Generation) -> Json:
         raise NotImplementedError
@@ -182,6 +183,9 @@ class TextAnswer(Answer):
             "logprobs": self._logprobs(index, delta.logprobs),
             "finish_reason": delta.finish_reason,
         }
+
+    def _carries(self, choice: Json) -> bool:
+        return bool(choice["text"])
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> Json | None:
         if not entries:

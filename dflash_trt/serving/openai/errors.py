@@ -52,5 +52,7 @@ def as_api_error(error: BaseException) -> ApiError:
 def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
     """The first thing that is wrong with a body, by the name of its field."""
     first = errors[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON")
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     return ApiError(400, f"{where or 'body'}: {first['msg']}", where or None)
