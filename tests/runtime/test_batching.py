@@ -226,6 +226,6 @@ def test_memory_does_not_grow_with_requests(engine: Path) -> None:
         gc.collect()
         return process.memory_info().rss
 
-    some(1000)
+    some(1500)
     before = some(500)
-    assert some(5000) - before < 4_000_000
+    assert max(some(500) for _ in range(10)) - before < 2_000_000
