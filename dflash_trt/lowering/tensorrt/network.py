@@ -18,7 +18,12 @@ TENSOR_TYPES: dict[int, str] = {
     onnx.TensorProto.INT64: "INT64",
     onnx.TensorProto.BOOL: "BOOL",
 }
-NUMPY_TYPES = {"BF16": ml_dtypes.bfloat16, "HALF": np.float16, "FLOAT": np.float32}
+NUMPY_TYPES = {
+    "BF16": ml_dtypes.bfloat16,
+    "HALF": np.float16,
+    "FLOAT": np.float32,
+    "BOOL": np.bool_,
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Network:
     values: dict[str, Any] = field(default_factory=dict)
     dimensions: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     folded: dict[str, np.ndarray] = field(default_factory=dict)
+    sinks: dict[str, str] = field(default_factory=dict)
     plugins: dict[str, Any] = field(default_factory=dict)
     kept: list[np.ndarray] = field(default_factory=list)
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)

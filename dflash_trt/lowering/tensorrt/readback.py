@@ -27,9 +27,10 @@ def check_network(trt: Any, definition: Any, nodes: Sequence[onnx.NodeProto]) ->
         _check_attention(trt, name, attention, wanted[name])
     found = {layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3}
     _same("plugins", found, {name for name, _, _ in plugins.wanted(nodes)})
-    unknown = [n.op_type for n in nodes if n.domain == DOMAIN and n.name not in {*wanted, *found}]
-    if unknown:
-        raise InputError(f"the op {unknown[0]} of the source graph is not in the network")
+    built = {*wanted, *found, *(layer.name.partition("/")[0] for layer in layers)}
+    for node in nodes:
+        if node.domain == DOMAIN and node.name not in built:
+            raise InputError(f"node '{node.name}' ({node.op_type}) is not in the network")
 
 
 def _attentions(trt: Any, layers: Sequence[Any]) -> dict[str, Any]:

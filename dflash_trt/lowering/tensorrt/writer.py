@@ -9,7 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from dflash_trt.errors import InputError
-from dflash_trt.lowering.tensorrt import attention, linear, plugins, standard
+from dflash_trt.lowering.tensorrt import attention, experts, linear, plugins, standard
 from dflash_trt.lowering.tensorrt.network import TENSOR_TYPES, CacheView, Network
 from dflash_trt.lowering.tensorrt.plan import PlanRequest
 from dflash_trt.ops import DOMAIN
@@ -19,6 +19,7 @@ OURS: dict[str, standard.Writer] = {
     "CachedAttention": attention.cached_attention,
     "ConfidenceCommit": plugins.confidence_commit,
     "KVInjection": plugins.kv_injection,
+    "MixtureOfExperts": experts.mixture_of_experts,
     "SpeculativeVerify": plugins.speculative_verify,
 }
 CACHE_INPUTS = {
@@ -26,6 +27,7 @@ CACHE_INPUTS = {
     "CachedAttention": slice(3, 5),
     "KVInjection": slice(5, None),
 }
+PACKED = ("mxfp4_blocks", "mxfp4_scales")
 # Ops whose constant inputs are read when the network is written.
 LITERAL_READERS = frozenset({"Reshape", "Slice", "Split", "Unsqueeze"})
 Settings = Mapping[str, dict[str, Any]]
@@ -61,6 +63,7 @@ def write_network(
     """
     nodes = needed_nodes(graph, request.outputs)
     net = Network(trt, definition, request)
+    net.sinks = attention.sinks_of_caches(nodes, {t.name for t in graph.initializer})
     net.plugins = {name: (layer, settings[name]) for name, layer in spliced.items()}
     _add_inputs(net, graph, nodes)
     for tensor in graph.initializer:
@@ -83,25 +86,43 @@ def _add_inputs(net: Network, graph: onnx.GraphProto, nodes: Sequence[onnx.NodeP
         if node.op_type in CACHE_INPUTS
         for name in node.input[CACHE_INPUTS[node.op_type]]
     }
+    bound_otherwise = set(net.sinks.values())  # sinks live in the first row of their caches
     for value in graph.input:
-        if value.name in used:
+        if value.name in used - bound_otherwise:
             _add_input(net, value, value.name in caches)
 
 
 def _add_input(net: Network, value: onnx.ValueInfoProto, is_cache: bool) -> None:
     name, kind = value.name, value.type.tensor_type
     shape = [_dimension(net, d) for d in kind.shape.dim]
-    net.dimensions[name] = tuple(d.dim_param or d.dim_value for d in kind.shape.dim)
+    letters = [d.dim_param for d in kind.shape.dim]
     dtype = TENSOR_TYPES.get(kind.elem_type, net.request.activations)
     if name in net.request.weights:
-        if linear.precision_of(net, name) != "bf16":
+        if net.request.weights[name] in PACKED:
+            dtype, shape = _packed(net.request.weights[name], shape)
+            net.values[name] = net.add_input(name, dtype, shape, "weight", (name, "bytes"))
+        elif linear.precision_of(net, name) != "bf16":
             net.values[name] = tuple(shape)  # the matmul that uses it declares what it needs
         else:
             net.values[name] = net.add_input(name, dtype, shape, "weight", (name, ""))
     elif is_cache:
-        net.values[name] = CacheView(net.add_input(name, dtype, shape, "cache"), name)
+        sinks = net.sinks.get(name)
+        if sinks:
+            shape = attention.shape_with_sinks(shape)
+        tensor = net.add_input(name, dtype, shape, "cache", (sinks, "sinks") if sinks else ("", ""))
+        net.values[name] = CacheView(tensor, name)
     else:
         net.values[name] = net.add_input(name, dtype, shape, "state")
+    if -1 in shape:
+        given = zip(letters, shape, strict=True)
+        net.dimensions[name] = tuple(letter if size < 0 else size for letter, size in given)
+
+
+def _packed(kind: str, shape: list[int]) -> tuple[str, list[int]]:
+    """Type and shape of a weight that the graph holds as bytes."""
+    if kind == "mxfp4_blocks":
+        return "FP4", [*shape[:-1], 2 * shape[-1]]
+    return "E8M0", shape
 
 
 def _dimension(net: Network, dim: Any) -> int:
@@ -128,6 +149,8 @@ def _write_node(net: Network, node: onnx.NodeProto) -> None:
 
 def _value(net: Network, node: onnx.NodeProto, name: str) -> Any:
     """The tensor of a name. A constant becomes a layer where an op takes it as a tensor."""
+    if name in net.sinks.values():
+        return None
     if name not in net.values and name in net.folded:
         if node.op_type in LITERAL_READERS:
             return None
