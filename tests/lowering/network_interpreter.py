@@ -31,7 +31,8 @@ CLASSES = {
     "DYNAMIC_QUANTIZE": "IDynamicQuantizeLayer", "ELEMENTWISE": "IElementWiseLayer",
     "GATHER": "IGatherLayer", "MATRIX_MULTIPLY": "IMatrixMultiplyLayer", "REDUCE": "IReduceLayer",
     "ROTARY_EMBEDDING": "IRotaryEmbeddingLayer", "SHUFFLE": "IShuffleLayer",
-    "SLICE": "ISliceLayer", "UNARY": "IUnaryLayer", "ATTENTION_INPUT": "IAttentionInputLayer",
+    "SLICE": "ISliceLayer", "SOFTMAX": "ISoftMaxLayer",
+    "TOPK": "ITopKLayer", "UNARY": "IUnaryLayer", "ATTENTION_INPUT": "IAttentionInputLayer",
 }  # fmt: skip
 
 
@@ -168,6 +169,17 @@ class Interpreter:
             return x * scale
         assert layer.axis == x.ndim - 1
         return x * np.repeat(scale, x.shape[-1] // scale.shape[-1], axis=-1)
+
+    def _topk(self, layer, x):
+        assert layer.op.name == "MAX"
+        assert layer.axes == 1 << (x.ndim - 1)
+        chosen = np.argsort(-x, axis=-1, kind="stable")[..., : layer.k]
+        return np.take_along_axis(x, chosen, -1), chosen.astype(np.int32)
+
+    def _softmax(self, layer, x):
+        assert layer.axes == 1 << (x.ndim - 1)
+        powers = np.exp(x - x.max(-1, keepdims=True))
+        return powers / powers.sum(-1, keepdims=True)
 
     def _dynamic_quantize(self, layer, x, scale):
         assert scale == 1.0

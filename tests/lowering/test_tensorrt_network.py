@@ -12,10 +12,11 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from dflash_trt.config import DrafterConfig, Rope, TargetConfig
+from dflash_trt.config import DrafterConfig, Experts, Rope, TargetConfig
 from dflash_trt.engines.tensorrt_build import library_folder
 from dflash_trt.engines.tensorrt_weights import make_parts
 from dflash_trt.lowering.tensorrt.plan import Binding, PlanRequest
+from dflash_trt.models import gpt_oss
 from dflash_trt.models.dflash import drafter_graph
 from dflash_trt.models.llama import target_graph
 from dflash_trt.quantization import fp8, nvfp4
@@ -218,3 +219,52 @@ def test_quantised_networks_stay_near_their_source_graph(tmp_path, precision, to
     found = network_outputs(tmp_path, source, values, ["features"], letters, precision)["features"]
     error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
     assert error < tolerance
+
+
+GPT_OSS = TargetConfig(
+    "gpt_oss", 97, 64, 64, 2, 4, 2, 16, 1e-5, ROPE, 64, False, attention_bias=True,
+    windows=(5, 0), attention_sinks=True, experts=Experts(6, 2),
+)  # fmt: skip
+
+
+def with_sinks(cache, sinks=None):
+    """A cache [B, K, L, D] as the plan takes it: a row in front, 16 columns behind."""
+    wide = np.pad(cache, ((0, 0), (0, 0), (1, 0), (0, 16)))
+    if sinks is not None:
+        groups = sinks.reshape(cache.shape[1], -1)
+        wide[:, :, 0, cache.shape[3] : cache.shape[3] + groups.shape[1]] = groups
+    return wide
+
+
+def test_gpt_oss_network_with_sinks_windows_and_experts(tmp_path):
+    """Sinks are a row of the key cache; experts come from the checkpoint's bytes."""
+    rng = np.random.default_rng(4)
+    size, batch = 4, 3
+    source = gpt_oss.target_graph(GPT_OSS, (0, 1), CAPACITY)
+    lengths = np.array([0, 7, 19], np.int32)
+    values = {
+        **random_values(source, rng), **caches(source, rng, lengths), "lengths": lengths,
+        "tokens": rng.integers(0, 97, (batch, size)),
+        "rows": np.tile(np.arange(size), (batch, 1)),
+    }  # fmt: skip
+    stored = dict(values)
+    for w in source.weights:
+        if w.kind == "mxfp4_blocks":
+            values[w.name] = rng.integers(0, 256, w.shape).astype(np.uint8)
+            stored[w.name] = nvfp4.VALUES[nvfp4.unpack(values[w.name])]
+        if w.kind == "mxfp4_scales":
+            values[w.name] = rng.integers(120, 126, w.shape).astype(np.uint8)
+            stored[w.name] = np.ldexp(np.float32(1), values[w.name].astype(int) - 127)
+    for layer in range(2):
+        sinks = values[f"target.l{layer}.attn.sinks"]
+        stored[f"k_cache.{layer}"] = with_sinks(values[f"k_cache.{layer}"], sinks)
+        stored[f"v_cache.{layer}"] = with_sinks(values[f"v_cache.{layer}"])
+    caches_out = [f"{kind}_cache.{layer}.out" for layer in range(2) for kind in "kv"]
+    letters = {"B": (1, 1, 3), "S": size, "W": size, "L": CAPACITY}
+    outputs = TARGET_OUTPUTS + caches_out
+    wanted = source_outputs(source, values, outputs)
+    found = network_outputs(tmp_path, source, stored, outputs, letters)
+    for name in caches_out:
+        assert found[name].shape[2:] == (CAPACITY + 1, 32)
+        found[name] = found[name][:, :, 1:, :16]
+    compare(found, wanted, lengths, size, tolerance=1e-3)
