@@ -54,15 +54,22 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Lane:
-    """One sequence's part in a cycle. width: tokens of its block, 1 where it is not drafted."""
+    """One sequence's part in a cycle. width: tokens of its block, 1 where it is not drafted;
+    follow: the drafter is given its tokens all the same, so that drafting may start again."""
 
     slot: int
     width: int
     chooser: Chooser
+    follow: bool = False
+
+    @property
+    def injects(self) -> bool:
+        return self.width > 1 or self.follow
 
 
 class Cycle:
-    """Drives a pair of engines; `engine_seconds` adds up the time spent in them.
+    """Drives a pair of engines; `engine_seconds` adds up the time spent in them, `step_seconds` is
+    that of the last step.
 
     Between calls the engines hold, for each slot, `context` cached tokens and `anchor`, the token
     behind them, which was chosen and not yet run through the target.
@@ -70,13 +77,13 @@ class Cycle:
 
     def __init__(self, engines: EnginePair) -> None:
         self._engines = engines
-        self.engine_seconds = 0.0
+        self.engine_seconds = self.step_seconds = 0.0
 
     def prefill(self, lane: Lane, chunk: NDArray[np.int64], last: bool) -> int | None:
         """Run a piece of a prompt; the first token behind it where the piece is the `last`."""
         e = self._engines
         processed = last and lane.chooser.needs_logits
-        self._timed(lambda: e.prefill(lane.slot, chunk, inject=lane.width > 1, logits=processed))
+        self._timed(lambda: e.prefill(lane.slot, chunk, inject=lane.injects, logits=processed))
         if not last:
             return None
         if processed:
@@ -91,11 +98,12 @@ class Cycle:
         """Draft, verify, commit."""
         e, slots = self._engines, [lane.slot for lane in lanes]
         width = max(lane.width for lane in lanes)
-        before = e.context[slots]
+        before, seconds_before = e.context[slots], self.engine_seconds
         processed = any(lane.chooser.needs_logits for lane in lanes)
-        if width > 1:
+        if any(lane.injects for lane in lanes):
             self._timed(lambda: e.draft(slots, width - 1))
         self._timed(lambda: e.verify(slots, width, processed))
+        self.step_seconds = self.engine_seconds - seconds_before
         results = [self._commit(lane, index) for index, lane in enumerate(lanes)]
         assert [len(r.committed) for r in results] == (e.context[slots] - before).tolist(), (
             "context rows and committed tokens differ"

@@ -56,8 +56,9 @@ class GenerationMetrics:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed per cycle, the target's own included."""
-        return self.committed / self.cycles if self.cycles else 0.0
+        """Tokens committed per drafted cycle, the target's own included; 1 without drafting."""
+        drafted = self.drafted_by_slot[0] if self.drafted_by_slot else 0
+        return 1 + sum(self.accepted_by_slot) / drafted if drafted else float(self.cycles > 0)
 
     @property
     def acceptance_per_slot(self) -> list[float]:
@@ -67,7 +68,7 @@ class GenerationMetrics:
 
     @property
     def drafts_wasted(self) -> int:
-        return self.drafted - (self.committed - self.cycles)
+        return self.drafted - sum(self.accepted_by_slot)
 
     @property
     def tokens_per_second(self) -> float:

@@ -14,9 +14,10 @@ class GenerationOptions:
     """One request's wishes; every default means "not asked for".
 
     max_tokens: at most so many new tokens; min_tokens: no stop before so many; draft: False decodes
-    one token at a time; width: tokens per verify call, 2 to the engine's block (None: the block);
-    ignore_eos: the model's own end tokens do not stop; stop: texts that end the answer and are not
-    part of it; stop_token_ids: further end tokens.
+    one token at a time; adaptive: draft only while that is faster, as measured; width: tokens per
+    verify call, 2 to the engine's block (None: the block); ignore_eos: the model's own end tokens do
+    not stop; stop: texts that end the answer and are not part of it; stop_token_ids: further end
+    tokens.
 
     temperature 0 takes the most likely token. top_k 0, top_p 1, min_p 0 keep every token.
     repetition_penalty divides positive and multiplies negative logits of tokens in prompt or answer;
@@ -44,6 +45,7 @@ class GenerationOptions:
     seed: int | None = None
     logprobs: int | None = None
     deadline: float | None = None
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dflash_trt.engines.directory import Manifest
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.cycle import Lane, StepResult
+from dflash_trt.runtime.drafting import DraftControl
 from dflash_trt.runtime.metrics import GenerationMetrics
 from dflash_trt.runtime.options import GenerationOptions
 from dflash_trt.runtime.sampling import Chooser, TokenLogprobs
@@ -86,6 +87,7 @@ class Request:
         self._manifest = manifest
         self._stream, self._finder = codec.stream(), StopFinder(options.stop)
         self._told_logprobs = 0
+        self._control = DraftControl() if options.draft and options.adaptive else None
         self._engine_before = 0.0
         self._submitted = self._first_token = perf_counter()
         self.chooser = Chooser(prompt, options, stop_ids, manifest.vocab_size)
@@ -113,7 +115,11 @@ class Request:
         limit = self._manifest.drafter.config.get("max_positions", self._manifest.capacity)
         if width > 1 and context + width > limit:
             self.generation.drafting = f"off: the drafter ends at {limit} positions"
-            width = 1
+            return Lane(self.slot, 1, self.chooser)
+        if self._control is not None:
+            paused = not self._control.drafting
+            self.generation.drafting = "off: slower than without" if paused else "on"
+            return Lane(self.slot, 1 if paused else width, self.chooser, follow=True)
         return Lane(self.slot, width, self.chooser)
 
     def _width(self) -> int:
@@ -134,10 +140,15 @@ class Request:
         self.generation.metrics.ttft = self._first_token - self._submitted
         self._take([token])
 
-    def advance(self, step: StepResult, context: int, engine_seconds: float) -> None:
-        """The tokens of one cycle. context: cached tokens; engine_seconds as in `begin`."""
+    def advance(
+        self, step: StepResult, context: int, engine_seconds: float, step_seconds: float
+    ) -> None:
+        """The tokens of one cycle. context: cached tokens; engine_seconds as in `begin`;
+        step_seconds: what of it this cycle took."""
         metrics = self.generation.metrics
         metrics.count(step)
+        if self._control is not None:
+            self._control.observe(len(step.committed), step_seconds)
         self._take(step.committed, full=context + 1 >= self._manifest.max_seq_len)
         metrics.decode_seconds = perf_counter() - self._first_token
         metrics.engine_seconds = engine_seconds - self._engine_before

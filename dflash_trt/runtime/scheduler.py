@@ -100,10 +100,10 @@ class Scheduler:
         if not self._decoding:
             return
         results = self._cycle.step([request.lane() for request in self._decoding])
-        spent = self._cycle.engine_seconds
+        times = self._cycle.engine_seconds, self._cycle.step_seconds
         for request, result in zip(self._decoding, results, strict=True):
             self.metrics.count(result)
-            request.advance(result, int(self._engines.context[request.slot]), spent)
+            request.advance(result, int(self._engines.context[request.slot]), *times)
         self._forget_ended()
 
     def _forget_ended(self) -> None:

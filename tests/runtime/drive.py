@@ -61,4 +61,6 @@ def check_state(toy: ToyPair, scheduler: Scheduler) -> None:
         assert toy.context[request.slot] == len(tokens) - 1
         assert toy.cached[request.slot][: len(tokens) - 1] == tokens[:-1]
         assert toy.anchor[request.slot] == tokens[-1]
+        if request.lane().injects:
+            assert toy.injected[request.slot] + toy.rows[request.slot] == len(tokens) - 1
     assert all(toy.context[slot] == 0 for slot in scheduler._free)

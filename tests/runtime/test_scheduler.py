@@ -38,6 +38,7 @@ def options(draw: st.DrawFn) -> GenerationOptions:
         frequency_penalty=draw(st.sampled_from([0.0, 0.4])),
         logit_bias=draw(st.dictionaries(token, st.sampled_from([-3.0, 2.0]), max_size=2)),
         logprobs=draw(st.sampled_from([None, 0, 2])),
+        adaptive=draw(st.booleans()),
         seed=draw(st.integers(0, 2**64 - 1)),
     )
 
@@ -227,3 +228,46 @@ def test_a_failing_engine_ends_every_request_with_its_error() -> None:
     assert not scheduler.busy
     assert [str(one.deltas[-1].error) for one in driven] == ["out of memory"] * 3
     assert sorted(scheduler._free) == [0, 1]
+
+
+def test_adaptive_drafting_stops_where_it_does_not_pay_and_comes_back() -> None:
+    """Costs are set: a drafted cycle takes three steps' time. A bad drafter is given up, tried again
+    from time to time, and used again once it is good; the answer says where it stands."""
+    engines = toy(skill=0.0, max_seq_len=5000)
+    scheduler = Scheduler(as_engines(engines))
+    one = Driven(engines, [1], GenerationOptions(4000, ignore_eos=True, adaptive=True))
+    scheduler.submit(one.request)
+    widths = []
+    while scheduler.busy:
+        widths.append(one.request.lane().width)
+        drafted = one.generation.metrics.drafted
+        step_at_set_cost(one, scheduler)
+        assert one.generation.metrics.drafted - drafted in (0, widths[-1] - 1)
+        check_state(engines, scheduler)
+        if len(one.generation.tokens) > 1000:
+            engines.skill = 1.0
+    assert widths[0] == 6
+    assert 0.05 < np.mean(np.array(widths[:600]) > 1) < 0.3
+    assert np.mean(np.array(widths[-300:]) > 1) > 0.9
+    assert one.generation.drafting == "on"
+    tokens = [1]
+    for got in one.generation.tokens:
+        assert got == engines.row(tokens).argmax()
+        tokens.append(got)
+
+
+def step_at_set_cost(one: Driven, scheduler: Scheduler) -> None:
+    """A step whose measured time is 3 seconds with a draft and 1 without."""
+    cycle = scheduler._cycle
+    plain_step = cycle.step
+
+    def step(lanes):
+        results = plain_step(lanes)
+        cycle.step_seconds = 3.0 if any(lane.width > 1 for lane in lanes) else 1.0
+        return results
+
+    cycle.step = step  # type: ignore[method-assign]
+    try:
+        scheduler.step()
+    finally:
+        cycle.step = plain_step  # type: ignore[method-assign]

@@ -67,7 +67,6 @@ class ToyPair:
         self.tokens = np.zeros((len(slots), 1 + count), np.int64)
         for lane, slot in enumerate(slots):
             self.injected[slot] += self.rows[slot]
-            self.rows[slot] = 0
             block = [int(self.anchor[slot])]
             held = self.cached[slot][: self.context[slot]]
             for _ in range(count):
