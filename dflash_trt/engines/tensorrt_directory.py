@@ -37,7 +37,7 @@ from dflash_trt.engines.directory import (
     write_manifest,
 )
 from dflash_trt.engines.tensorrt_build import PlanReport, compile_plans
-from dflash_trt.engines.tensorrt_weights import FILE, weight_table, write_weights
+from dflash_trt.engines.tensorrt_weights import FILE, sinks_table, weight_table, write_weights
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import api
 from dflash_trt.lowering.tensorrt.linear import QUANTISED_KINDS
@@ -96,7 +96,9 @@ def build_tensorrt(
         reports = compile_plans(plans, folder, own.backend, own.capabilities, progress)
         if own.weights:
             peaks = _peaks(target, drafter, sources, options, progress)
-            table = weight_table([report.bindings for report in reports])
+            bindings = [report.bindings for report in reports]
+            shapes = {name: w.shape for name, w in sources.weights.items()}
+            table = weight_table(bindings) | sinks_table(bindings, shapes)
             load = _loader(sources)
             write_weights(folder / FILE, table, load, peaks, progress)
         _write_plans(folder / PLANS_FILE, reports, own)

@@ -20,7 +20,13 @@ from dflash_trt.quantization import fp8, nvfp4
 
 FILE = "weights.safetensors"
 _HEADER_ALIGNMENT = 256
-_STORED = {"BF16": ("BF16", 2), "HALF": ("F16", 2), "FLOAT": ("F32", 4), "FP8": ("F8_E4M3", 1)}
+_STORED = {
+    "BF16": ("BF16", 2),
+    "HALF": ("F16", 2),
+    "FLOAT": ("F32", 4),
+    "FP8": ("F8_E4M3", 1),
+    "E8M0": ("U8", 1),
+}
 _NUMPY = {"BF16": ml_dtypes.bfloat16, "HALF": np.float16, "FLOAT": np.float32}
 _RECIPES = {"fp8": fp8, "nvfp4": nvfp4}
 
@@ -53,11 +59,25 @@ def weight_table(plans: Sequence[Sequence[Binding]]) -> dict[str, Binding]:
     return table
 
 
+def sinks_table(
+    plans: Sequence[Sequence[Binding]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Binding]:
+    """Attention sinks are no inputs: the runtime writes them into the first row of the caches."""
+    names = {b.made_of[0] for plan in plans for b in plan if b.made_of[1] == "sinks"}
+    return {
+        name: Binding(name, "", "BF16", shapes[name], "sinks", made_of=(name, ""))
+        for name in sorted(names)
+    }
+
+
 def make_parts(
     weight: np.ndarray, bindings: Sequence[Binding], peak: float
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors made of one source weight fp32 [K, N]; `peak` is that of its activations."""
     parts = {binding.made_of[1]: binding for binding in bindings}
+    if "bytes" in parts:
+        yield parts["bytes"].name, weight.view(np.uint8)
+        return
     recipe = next((name for name in _RECIPES if name in parts), None)
     if recipe is None:
         for binding in bindings:

@@ -35,7 +35,11 @@ def matmul(net: Network, node: onnx.NodeProto, inputs: list[Any], a: dict[str, A
 
 
 def _plain(net: Network, rows: Any, weight: str) -> Any:
-    return net.matmul(rows, net.values[weight])
+    """A product of one row is made of two: the compiler would copy the whole weight, transposed."""
+    if rows.shape[0] != 1:
+        return net.matmul(rows, net.values[weight])
+    product = net.matmul(net.concat([rows, rows], 0), net.values[weight])
+    return net.slice_axis(product, 0, 0, 1)
 
 
 def _fp8(net: Network, rows: Any, weight: str) -> Any:
