@@ -1,0 +1,65 @@
+"""`build --dry-run`: sizes without weights, and that they are what a build then makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.cli import main
+from dflash_trt.engines.build import BuildOptions, source_graphs
+from dflash_trt.planner.build_size import build_size
+from tests import tiny
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    command = ["build", "--dry-run", *(str(a) for a in arguments)]
+    status = main(command)
+    seen = capsys.readouterr()
+    return status, seen.out, seen.err
+
+
+def test_gpt_oss_120b(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = dry_run(
+        capsys, "--target", "gpt-oss-120b", "--block", 16, "--gpu", "b200", "--max-batch", 8
+    )
+    assert status == 0
+    assert "verifies 16 tokens, drafts 10" in err
+    assert "what the recipe gpt-oss-120b is for" in err
+    assert "fits" in out
+    assert "does NOT fit" not in out
+    assert "target.verify.engine" in out
+
+
+def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--target", "gpt-oss-120b", "--gpu", "rtx-pro-6000", "--max-batch", 64)
+    assert "does NOT fit" in dry_run(capsys, *arguments)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpu", "voodoo2"], "gpu 'voodoo2'"),
+        (["--precision", "int4"], "precision 'int4': tensorrt-rtx offers bf16, fp8, nvfp4"),
+        (["--max-seq-len", 200000], "max-seq-len 200000: the target ends at 131072 positions"),
+    ],
+)
+def test_what_cannot_be_built(
+    capsys: pytest.CaptureFixture[str], arguments: Sequence[object], sentence: str
+) -> None:
+    status, _, err = dry_run(capsys, "--target", "gpt-oss-20b", *arguments)
+    assert status == 2
+    assert sentence in err
+
+
+def test_files_are_those_of_the_build(tiny_checkpoints: tuple, tiny_engine: Path) -> None:
+    options = BuildOptions("tiny", block=8, max_seq_len=512)
+    sources = source_graphs(*tiny_checkpoints, options)
+    target, drafter = tiny_checkpoints
+    size = build_size(target.config, drafter.config, options, sources, "cpu")
+    assert set(size.files) == {
+        str(f.relative_to(tiny_engine)) for f in tiny_engine.rglob("*") if f.is_file()
+    }
+    keys_and_values = 2 * 4 * tiny.LAYERS * tiny.KV_HEADS * tiny.HEAD_DIM  # bytes of one token
+    assert size.caches["target"] == (512 + 128) * keys_and_values
