@@ -59,7 +59,7 @@ class Plan:
         """The device programs, one for each compiled graph and capability."""
         starts = [m.start() for m in re.finditer(rb"n_accelerators", self.data)]
         ends = [*starts[1:], len(self.data)]
-        return [self._segment(start, end) for start, end in zip(starts, ends, strict=True)]
+        return [self._segment(start, end) for start, end in zip(starts, ends, strict=False)]
 
     def _segment(self, start: int, end: int) -> str:
         host = self.data.find(b"\nshape_main {", start, end)

@@ -24,6 +24,7 @@ from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.plan import Binding, PlanRequest
 
 Progress = Callable[[str], None]
+COMMAND = (sys.executable, "-m", "dflash_trt.engines.tensorrt_compile")
 _LIBRARY = "libtensorrt_rtx.so"
 # Measured on the models of the recipes: the compiler's own code, then what each layer adds.
 _BASE_BYTES, _BYTES_PER_LAYER = 500_000_000, 220_000
@@ -160,7 +161,7 @@ def _run_child(request: Mapping[str, Any], progress: Progress) -> Iterator[dict[
         path.write_text(json.dumps(request))
         with (Path(scratch) / "log").open("w+") as log:
             child = subprocess.Popen(
-                [sys.executable, "-m", "dflash_trt.engines.tensorrt_compile", str(path)],
+                [*COMMAND, str(path)],
                 stdout=subprocess.PIPE, stderr=log, text=True, env=_environment(libraries),
             )  # fmt: skip
             try:

@@ -208,7 +208,8 @@ def _peaks(
 
     progress("calibrate")
     codec = Tokenizer.from_str(target.text_format().tokenizer_json)
-    prompts = [np.array(codec.encode(text).ids, np.int64) for text in CALIBRATION_TEXTS]
+    ids = [codec.encode(text).ids[: options.max_seq_len] for text in CALIBRATION_TEXTS]
+    prompts = [np.array(prompt, np.int64) for prompt in ids]
     load = _loader(sources)
     values = {name: load(name) for name in sources.weights}
     pair = sources.target, sources.drafter

@@ -1,0 +1,239 @@
+"""Plans for Blackwell, compiled here without a GPU, and what becomes of a compiler that fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from onnx import helper, save
+
+from dflash_trt.checkpoints import open_drafter, open_target
+from dflash_trt.config import DrafterConfig, Rope, TargetConfig
+from dflash_trt.engines import tensorrt_build
+from dflash_trt.engines.build import BuildOptions
+from dflash_trt.engines.plan import Expectations, Plan, check_plan, expanded_caches
+from dflash_trt.engines.tensorrt_build import compile_plans
+from dflash_trt.engines.tensorrt_directory import (
+    TensorRTOptions,
+    build_tensorrt,
+    pair_plans,
+    read_plans,
+)
+from dflash_trt.errors import InputError
+from dflash_trt.lowering.tensorrt import api
+from dflash_trt.models.dflash import drafter_graph
+from dflash_trt.models.llama import target_graph
+from dflash_trt.quantization import nvfp4
+from tests.tiny import tiny_drafter, tiny_target
+
+pytest.importorskip("tensorrt_rtx", reason="pip install 'dflash-trt[tensorrt-rtx]'")
+
+ROPE = Rope(100000.0)
+SMOLLM2 = TargetConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, ROPE, 8192, True)
+DRAFTER = DrafterConfig(
+    49152, 576, 1536, 3, 9, 3, 64, 1e-5, ROPE, 8192, 8, 4, (1, 8, 14, 21, 27), 30
+)
+BLACKWELL = (120, 121)
+# Measured: 20 to 32 s of processor time and 0.98 GB on two cores; the bound is for slower machines.
+MOST_SECONDS, MOST_BYTES = 60, 1_050_000_000
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """Source graphs of the pair, from the published sizes; no weights are needed for plans."""
+    folder = tmp_path_factory.mktemp("source")
+    graphs = target_graph(SMOLLM2, DRAFTER.taps, 2304), drafter_graph(DRAFTER, SMOLLM2, 2304, 1)
+    for name, graph in zip(("target", "drafter"), graphs, strict=True):
+        (folder / f"{name}.onnx").write_bytes(graph.model.SerializeToString())
+    return folder, graphs
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4"])
+def test_the_smollm2_pair_is_compiled_for_blackwell(tmp_path, smollm2, precision):
+    """Within time and memory; `compile_plans` checks each plan's text."""
+    folder, graphs = smollm2
+    options = BuildOptions("pair", block=8, precision=precision, max_batch=4)
+    plans = pair_plans(*graphs, folder, options, TensorRTOptions("tensorrt-rtx", BLACKWELL))
+    reports = compile_plans(plans, tmp_path, "tensorrt-rtx", BLACKWELL)
+    found = {report.name: report for report in reports}
+    assert set(found) == {"target.verify", "target.prefill", "drafter.draft", "drafter.inject"}
+    assert sum(r.cpu_seconds for r in reports) < MOST_SECONDS
+    assert max(r.peak_bytes for r in reports) < MOST_BYTES
+    assert all(r.capabilities == BLACKWELL for r in reports)
+    assert found["target.verify"].kernels["attention"] == 30
+    assert len(found["target.verify"].ours["CachedAttention"]) == 30
+    assert found["drafter.draft"].kernels["plugin"] == 2
+    assert sum(r.plan_bytes for r in reports) < 100e6, "a plan holds no weights"
+    outputs = {b.name for b in found["target.verify"].bindings if b.direction == "output"}
+    assert "logits" not in outputs
+
+
+def options_for(precision="bf16", **changes):
+    values = {"block": 4, "precision": precision, "max_seq_len": 64, "max_batch": 2, **changes}
+    return BuildOptions("tiny", **values)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    target = open_target(tiny_target(folder / "target"))
+    return target, open_drafter(tiny_drafter(folder / "drafter"))
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp8", "nvfp4"])
+def engine(request, tmp_path_factory, pair):
+    """A tiny pair's engine directory in each precision."""
+    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8)
+    out = tmp_path_factory.mktemp("engine") / request.param
+    manifest, _ = build_tensorrt(*pair, options_for(request.param), own, out)
+    assert (manifest.backend, manifest.precision) == ("tensorrt-rtx", request.param)
+    return out
+
+
+def test_an_engine_directory_holds_the_weights_that_its_plans_ask_for(engine):
+    plans = read_plans(engine)["plans"]
+    asked = {
+        b.name: b for plan in plans.values() for b in plan.bindings
+        if b.direction == "input" and b.role == "weight"
+    }  # fmt: skip
+    held = tensors_of(engine / "weights.safetensors")
+    assert set(held) == set(asked)
+    names = {"BF16": "BF16", "FLOAT": "F32", "FP8": "F8_E4M3", "FP4": "U8"}
+    for name, (dtype, shape) in held.items():
+        packed = asked[name].dtype == "FP4"
+        assert shape == [*asked[name].shape[:-1], asked[name].shape[-1] // (2 if packed else 1)]
+        assert dtype == names[asked[name].dtype]
+    assert held["lm_head.weight"][0] == "BF16"
+    assert held["drafter.fc.weight"][0] == "BF16"
+
+
+def tensors_of(path):
+    """dtype and shape of every tensor, from the header."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    return {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+
+
+def test_weights_are_those_of_the_checkpoint(engine, pair):
+    weights = mapped(engine / "weights.safetensors")
+    wanted = pair[0].tensors.read("model.layers.0.mlp.down_proj.weight").T
+    name = "target.l0.mlp.down.weight"
+    inverse = weights.get(f"{name}.inverse_input_scale")
+    factor = 1 if inverse is None else float(inverse.astype(np.float32)[0, 0])
+    if engine.name == "bf16":
+        found, tolerance = weights[name].astype(np.float32), 2**-8
+    elif engine.name == "fp8":
+        found = weights[name].astype(np.float32) * weights[f"{name}.scale"] * factor
+        tolerance = 0.04
+    else:
+        parts = weights[name], weights[f"{name}.block_scale"], weights[f"{name}.scale"]
+        found, tolerance = nvfp4.decode(*parts) * factor, 0.15
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert error < tolerance
+
+
+def mapped(path):
+    types = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "U8": np.uint8}
+    types["F8_E4M3"] = ml_dtypes.float8_e4m3fn
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    found = {}
+    for name, entry in json.loads(data[8 : 8 + size]).items():
+        begin, end = (8 + size + offset for offset in entry["data_offsets"])
+        array = np.frombuffer(data[begin:end], types[entry["dtype"]])
+        found[name] = array.reshape(entry["shape"])
+    return found
+
+
+CRASHES = {
+    "abort": ('import os; print(\'{"node": "l7.attn"}\', flush=True); os.abort()', "signal 6"),
+    "exit": ('import sys; print(\'{"node": "l7.attn"}\', flush=True); sys.exit(3)', "status 3"),
+}
+
+
+@pytest.mark.parametrize("kind", CRASHES)
+def test_a_crash_of_the_compiler_is_a_sentence_and_leaves_nothing(
+    tmp_path, pair, monkeypatch, kind
+):
+    code, ending = CRASHES[kind]
+    monkeypatch.setattr(tensorrt_build, "COMMAND", (sys.executable, "-c", code))
+    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8)
+    with pytest.raises(InputError, match=rf"{ending} at node 'l7.attn'"):
+        build_tensorrt(*pair, options_for(), own, tmp_path / "engine")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_op_without_lowering_is_named_with_its_node(tmp_path, pair):
+    graph = target_graph(pair[0].config, (0, 2, 3), 80)
+    drafter = drafter_graph(pair[1].config, pair[0].config, 80, 1)
+    node = next(n for n in graph.model.graph.node if n.op_type == "Swish")
+    node.CopyFrom(helper.make_node("Erf", node.input, node.output, name=node.name))
+    save(graph.model, tmp_path / "target.onnx")
+    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8)
+    plans = pair_plans(graph, drafter, tmp_path, options_for(), own)
+    with pytest.raises(InputError, match=rf"'{node.name}'.*Erf"):
+        compile_plans(plans[:1], tmp_path, "tensorrt-rtx", (120,))
+
+
+def test_unknown_capabilities_and_precisions_are_refused(tmp_path, pair):
+    with pytest.raises(InputError, match=r"cannot compile for compute capability 10\.0"):
+        TensorRTOptions("tensorrt-rtx", (100,))
+    with pytest.raises(InputError, match="no compute capability"):
+        TensorRTOptions("tensorrt-rtx", ())
+    own = TensorRTOptions("tensorrt-rtx", (120,))
+    with pytest.raises(InputError, match="precision 'int4'"):
+        build_tensorrt(*pair, options_for("int4"), own, tmp_path / "engine")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(InputError, match="--backend tensorrt-rtx"):
+        api.load("tensorrt")
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    with pytest.raises(InputError, match=r"dflash-trt\[tensorrt-rtx\]"):
+        api.load("tensorrt-rtx")
+
+
+# -- the plan reader, on texts as a plan holds them
+
+
+def plan_with(output, capabilities="sm120", extra=""):
+    text = (
+        f"n_accelerators accelerators={{{capabilities}}}\n"
+        f'  tensor={{ name="t" type={output[0]} dims={{{output[1]}}} }}\n'
+        '  tensor={ name="w" type=bf16 dims={8 8} }\n'
+        '  function={ name=__myl_ReshReplReshMove input_args={ "w"} output_args={ "t"} }\n'
+        f"{extra}\nregion = {{ name=r0 size=4096 alignment=1 instance=0 type=x place=accelerator"
+    )
+    return Plan(text.encode())
+
+
+WANTED = Expectations((120,), (), (), (), capacity=2048, kv_heads=3, quantised=((576, 960),))
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "message"),
+    [
+        (Plan(b"nothing"), {}, "no program text"),
+        (plan_with(("bf16", "8 8"), "sm121"), {}, r"compiled for \[121\]"),
+        (plan_with(("bf16", "_B 9 2048 64")), {}, "copies a cache"),
+        (plan_with(("bf16", "576 960")), {}, "unpacks a whole weight"),
+        (plan_with(("bf16", "8 8")), {"inputs": ("tokens",)}, "'tokens' is not in it"),
+        (plan_with(("bf16", "8 8")), {"plugins": ("verify",)}, "plugin of node 'verify'"),
+        (plan_with(("bf16", "8 8")), {"scratch_limit": 100}, "scratch memory"),
+    ],
+)
+def test_a_plan_that_is_not_what_was_asked_for_is_refused(plan, changes, message):
+    from dataclasses import replace
+
+    with pytest.raises(InputError, match=message):
+        check_plan(plan, replace(WANTED, **changes), "p")
+
+
+def test_a_cache_of_its_own_size_is_no_expanded_one():
+    check_plan(plan_with(("bf16", "_B 3 2048 64")), WANTED, "p")
+    assert expanded_caches(plan_with(("bf16", "_B 9 2048 64")), 2048, 3)
