@@ -159,7 +159,7 @@ class Request:
 
     def fail(self, error: BaseException) -> None:
         self.generation.finish_reason = "error"
-        self.sink(Delta(finish_reason="error", error=error))
+        self._send(Delta(finish_reason="error", error=error))
 
     # Tokens
 
@@ -204,7 +204,14 @@ class Request:
         g.logprobs += logprobs
         g.text += text
         if tokens or text or self.ended:
-            self.sink(Delta(tokens, text, tuple(logprobs), g.finish_reason))
+            self._send(Delta(tokens, text, tuple(logprobs), g.finish_reason))
+
+    def _send(self, delta: Delta) -> None:
+        """A client that cannot be told loses its own request, not the others theirs."""
+        try:
+            self.sink(delta)
+        except Exception:
+            self.cancelled = True
 
 
 def check_request(prompt: Sequence[int], options: GenerationOptions, manifest: Manifest) -> None:

@@ -230,6 +230,25 @@ def test_a_failing_engine_ends_every_request_with_its_error() -> None:
     assert sorted(scheduler._free) == [0, 1]
 
 
+def test_a_broken_client_loses_only_its_own_request() -> None:
+    engines = toy(slots=2)
+    scheduler = Scheduler(as_engines(engines))
+    wish = GenerationOptions(50, ignore_eos=True)
+    broken, sound = (Driven(engines, [i], wish) for i in (1, 2))
+
+    def closed(delta: object) -> None:
+        raise ConnectionError
+
+    broken.request.sink = closed
+    for one in (broken, sound):
+        scheduler.submit(one.request)
+    while scheduler.busy:
+        scheduler.step()
+    assert broken.generation.finish_reason == "cancelled"
+    assert len(sound.generation.tokens) == 50
+    sound.check()
+
+
 def test_adaptive_drafting_stops_where_it_does_not_pay_and_comes_back() -> None:
     """Costs are set: a drafted cycle takes three steps' time. A bad drafter is given up, tried again
     from time to time, and used again once it is good; the answer says where it stands."""
