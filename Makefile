@@ -5,6 +5,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ENGINE ?= engines/smollm2-135m-fp32
 QUESTION ?= Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did Natalia sell altogether in April and May?
+# Without their dependencies: the client's pin of protobuf is older than ours, the server's numpy too.
+TRITON_CLIENT := tritonclient==2.73.0 grpcio==1.85.3 geventhttpclient==2.6.1 gevent==26.9.0 \
+	greenlet==3.3.2 zope.event==6.2 zope.interface==8.7 python-rapidjson==1.25 brotli==1.2.1
+TRITON_MODEL := onnxruntime==1.32.0 tokenizers==0.23.3 jinja2==3.1.6 onnx==1.23.0 ml_dtypes==0.5.4 \
+	psutil==7.2.2 flatbuffers==25.12.19 markupsafe==3.0.4 packaging==26.4
 
 .PHONY: run test lint types pytest test-gpu clean
 
@@ -26,6 +31,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --editable .[dev,serve,train,tensorrt-rtx]
 	$(BIN)/pip install --quiet --no-deps dflash==0.1.0
+	$(BIN)/pip install --quiet --no-deps $(TRITON_CLIENT)
+	touch $@
+
+# A Triton server for tests. Its Python backend reads tensors with numpy 1 only, so this environment
+# is its own; the tests install the project's wheel into it.
+.venv-triton/.installed:
+	$(PYTHON) -m venv .venv-triton
+	.venv-triton/bin/pip install --quiet nvidia-pytriton==0.7.0
+	.venv-triton/bin/pip install --quiet --no-deps $(TRITON_MODEL)
 	touch $@
 
 test: lint types pytest
