@@ -59,7 +59,7 @@ def test_a_wide_verify_drafts_what_was_trained(tmp_path: Path) -> None:
 
 def test_a_wide_verify_has_no_use_on_the_cpu(tiny_checkpoints: tuple, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="block 9: the drafter was trained with blocks of 8"):
-        build_cpu(*tiny_checkpoints, BuildOptions("wide", block=9), tmp_path / "e")
+        build_cpu(*tiny_checkpoints, BuildOptions("wide", block=9, max_seq_len=512), tmp_path / "e")
 
 
 def test_weights_of_gpt_oss_120b_are_as_many_bytes_as_published() -> None:

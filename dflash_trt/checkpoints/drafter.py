@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.checkpoints.base import TensorSource
-from dflash_trt.checkpoints.huggingface import read_json
+from dflash_trt.checkpoints.json_file import read_json
+from dflash_trt.checkpoints.modelopt import quantised_tensors
 from dflash_trt.checkpoints.safetensors import SafetensorsFolder
 from dflash_trt.config import ConfigReader, DrafterConfig, TargetConfig
 from dflash_trt.errors import InputError
@@ -43,8 +44,9 @@ class DrafterCheckpoint:
 def read_drafter(folder: Path) -> DrafterCheckpoint:
     """A drafter folder; tensor names may carry a `model.` prefix, which is left away."""
     path = folder / "config.json"
-    config = drafter_config(read_json(path), str(path))
-    tensors = SafetensorsFolder(folder, strip="model.")
+    values = read_json(path)
+    config = drafter_config(values, str(path))
+    tensors = quantised_tensors(folder, values, SafetensorsFolder(folder, strip="model."))
     _refuse_foreign_tensors(tensors)
     own = tensors.names()
     if config.draft_vocab_size and "lm_head.weight" not in own:
@@ -173,7 +175,7 @@ def _refuse_lookalikes(values: Mapping[str, Any], origin: str) -> None:
             raise _foreign(origin, name, found[0])
 
 
-def _refuse_foreign_tensors(tensors: SafetensorsFolder) -> None:
+def _refuse_foreign_tensors(tensors: TensorSource) -> None:
     for tensor in sorted(tensors.names()):
         for name, (_, _, marks) in _LOOKALIKES.items():
             if any(mark in tensor.lower() for mark in marks):

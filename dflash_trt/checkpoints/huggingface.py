@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from dflash_trt.checkpoints.base import TextFormat
+from dflash_trt.checkpoints.json_file import read_json
+from dflash_trt.checkpoints.modelopt import quantised_tensors
 from dflash_trt.checkpoints.safetensors import SafetensorsFolder
 from dflash_trt.checkpoints.target_config import target_config
 from dflash_trt.errors import InputError
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; an error names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: is not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: holds no JSON object")
-    return value
 
 
 class HuggingFaceTarget:
@@ -35,7 +23,7 @@ class HuggingFaceTarget:
         path = folder / "config.json"
         values = {**_generation_stops(folder), **read_json(path)}
         self.config = target_config(values, str(path), _token_count(folder / "tokenizer.json"))
-        self.tensors = SafetensorsFolder(folder)
+        self.tensors = quantised_tensors(folder, values, SafetensorsFolder(folder))
 
     def text_format(self) -> TextFormat:
         tokenizer = self.folder / "tokenizer.json"

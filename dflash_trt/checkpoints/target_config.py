@@ -66,7 +66,8 @@ def _check_supported(read: ConfigReader, architecture: str) -> None:
             f"{read.origin}: 'partial_rotary_factor' is {partial}, only 1 is supported"
         )
     method = read.get("quantization_config", {}).get("quant_method", "none")
-    if method not in ("none", "mxfp4") or (method == "mxfp4" and architecture != "gpt_oss"):
+    readable = ("none", "mxfp4") if architecture == "gpt_oss" else ("none", "modelopt")
+    if method not in readable:
         raise InputError(f"{read.origin}: a {architecture} in '{method}' cannot be read")
 
 

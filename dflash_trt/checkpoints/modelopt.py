@@ -1,0 +1,115 @@
+"""Checkpoints exported by NVIDIA ModelOpt in FP8 or NVFP4 (`hf_quant_config.json`), read as fp32.
+
+Format: the unified Hugging Face export of `nvidia-modelopt`. FP8: `weight` in E4M3 and one fp32
+`weight_scale`, for the tensor or for each row. NVFP4: `weight` uint8 [N, K/2], two E2M1 codes to a
+byte with the first in the low half, `weight_scale` E4M3 [N, K/16] and one fp32 `weight_scale_2`.
+Modules that were left out of the quantisation are stored as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.checkpoints.base import TensorSource
+from dflash_trt.checkpoints.json_file import read_json
+from dflash_trt.errors import InputError
+from dflash_trt.ops.mixture_of_experts import FP4_VALUES
+
+ALGORITHMS = ("FP8", "NVFP4")
+_SCALES = (".weight_scale", ".weight_scale_2", ".input_scale", ".k_scale", ".v_scale")
+_BLOCK = 16
+
+
+def algorithm(settings: Mapping[str, Any], origin: str) -> str:
+    """What `hf_quant_config.json`, or `quantization_config` of config.json, says was used."""
+    inner = settings.get("quantization", settings)
+    name = str(inner.get("quant_algo"))
+    if name not in ALGORITHMS:
+        raise InputError(
+            f"{origin}: 'quant_algo' is '{name}', only {', '.join(ALGORITHMS)} is read"
+        )
+    return name
+
+
+class ModelOptTensors:
+    """The tensors of an export under the names of the model, scales applied and left away."""
+
+    def __init__(self, stored: TensorSource, algo: str) -> None:
+        self._stored = stored
+        self._algo = algo
+        self._names = frozenset(n for n in stored.names() if not n.endswith(_SCALES))
+        quantised = [n for n in self._names if self._scale_of(n) in stored.names()]
+        self._quantised = frozenset(quantised)
+        if not quantised:
+            raise InputError(f"{stored.origin}: {algo} was announced, but no tensor has a scale")
+        if algo == "NVFP4":
+            self._check_blocks()
+
+    @property
+    def origin(self) -> str:
+        return self._stored.origin
+
+    def names(self) -> frozenset[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self._stored.shape(name)
+        packed = self._algo == "NVFP4" and name in self._quantised
+        return (*shape[:-1], 2 * shape[-1]) if packed else shape
+
+    def read(self, name: str) -> np.ndarray:
+        array = self._stored.read(name)
+        if name not in self._quantised:
+            if array.dtype == np.uint8:
+                raise InputError(f"{self.origin}: '{name}' is packed and has no scale")
+            return array
+        scale = self._stored.read(self._scale_of(name))
+        if self._algo == "NVFP4":
+            return _unpacked(array) * self._block_factors(name, scale)
+        return array * (scale.reshape(-1, 1) if scale.size > 1 else scale.reshape(()))
+
+    def digest(self) -> str:
+        return self._stored.digest()
+
+    @staticmethod
+    def _scale_of(name: str) -> str:
+        return f"{name.removesuffix('.weight')}.weight_scale"
+
+    def _block_factors(self, name: str, scale: np.ndarray) -> np.ndarray:
+        whole = self._stored.read(f"{self._scale_of(name)}_2").reshape(())
+        return np.repeat(scale * whole, _BLOCK, axis=-1)
+
+    def _check_blocks(self) -> None:
+        for name in sorted(self._quantised):
+            wanted = (*self.shape(name)[:-1], self.shape(name)[-1] // _BLOCK)
+            scale = self._scale_of(name)
+            if f"{scale}_2" not in self._stored.names():
+                raise InputError(f"{self.origin}: the tensor '{scale}_2' is missing")
+            if self._stored.shape(scale) != wanted:
+                raise InputError(
+                    f"{self.origin}: '{scale}' has the shape {list(self._stored.shape(scale))} "
+                    f"instead of {list(wanted)}"
+                )
+
+
+def _unpacked(packed: np.ndarray) -> np.ndarray:
+    """Bytes [.., K/2] -> values [.., K]."""
+    codes = np.stack([packed & 15, packed >> 4], axis=-1)
+    return FP4_VALUES[codes].reshape(*packed.shape[:-1], -1)
+
+
+def quantised_tensors(
+    folder: Path, config: Mapping[str, Any], stored: TensorSource
+) -> TensorSource:
+    """`stored` with scales applied where the checkpoint in `folder` is such an export."""
+    path = folder / "hf_quant_config.json"
+    if path.exists():
+        return ModelOptTensors(stored, algorithm(read_json(path), str(path)))
+    settings = config.get("quantization_config") or {}
+    if settings.get("quant_method") != "modelopt":
+        return stored
+    return ModelOptTensors(stored, algorithm(settings, str(folder / "config.json")))
