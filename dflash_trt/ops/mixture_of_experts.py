@@ -18,7 +18,7 @@ computes
     y = down(gate * sigmoid(alpha * gate) * (up + 1)) + down_bias
 
 Formats: OCP Microscaling v1.0 (E2M1 elements, E8M0 scales). The body unpacks one expert at a time,
-and only those that some token selected.
+only those that some token selected, and gives it its own tokens.
 """
 
 import numpy as np
@@ -88,11 +88,13 @@ def MixtureOfExperts(
     shares = op.Softmax(best, axis=-1)  # [T, top_k]
 
     experts, _, _, _ = op.Unique(op.Reshape(chosen, [-1]), sorted=1)
-    y = op.CastLike(op.Constant(value_float=0.0), tokens) * tokens
+    y = op.Expand(op.CastLike(op.Constant(value_float=0.0), tokens), op.Shape(tokens))
     for i in range(op.Squeeze(op.Shape(experts))):
         expert = op.Gather(experts, i)
+        mine = op.Cast(op.Equal(chosen, expert), to=6)
+        rows = op.Transpose(op.NonZero(op.ReduceMax(mine, [-1], keepdims=0)), perm=[1, 0])  # [n, 1]
         out = DFLASH.ExpertMLP(
-            tokens,
+            op.GatherND(tokens, rows),
             op.Gather(gate_up_blocks, expert),
             op.Gather(gate_up_scales, expert),
             op.Gather(gate_up_bias, expert),
@@ -102,7 +104,6 @@ def MixtureOfExperts(
             alpha=alpha,
             limit=limit,
         )
-        mine = op.CastLike(op.Equal(chosen, expert), shares)
-        share = op.ReduceSum(shares * mine, [-1], keepdims=1)  # [T, 1], 0 where not selected
-        y = y + out * share
+        share = op.ReduceSum(shares * op.CastLike(mine, shares), [-1], keepdims=1)  # [T, 1]
+        y = op.ScatterND(y, rows, out * op.GatherND(share, rows), reduction="add")
     return op.Reshape(y, op.Shape(x))
