@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,15 +87,20 @@ def nucleus(probabilities: Floats, top_p: float) -> Ids:
 def distribution(logits: Floats, options: GenerationOptions) -> tuple[Ids, Floats]:
     """Ids that may be drawn, ascending, and their probabilities, at a temperature above 0."""
     ids = top_k(logits, options.top_k)
-    scaled = logits[ids] / options.temperature
-    weights = np.exp(scaled - scaled.max())
-    probabilities = weights / weights.sum()
-    kept = nucleus(probabilities, options.top_p)
-    ids, probabilities = ids[kept], probabilities[kept]
-    floor = options.min_p * probabilities.max()
-    kept = np.flatnonzero((probabilities >= floor) & (probabilities > 0))
-    ids, probabilities = ids[kept], probabilities[kept]
-    return ids, probabilities / probabilities.sum()
+    weights = _picked(logits, ids) - logits.max()
+    weights /= options.temperature
+    np.exp(weights, out=weights)
+    weights /= weights.sum()
+    kept = nucleus(weights, options.top_p)
+    ids, weights = _picked(ids, kept), _picked(weights, kept)
+    kept = np.flatnonzero((weights >= options.min_p * weights.max()) & (weights > 0))
+    ids, weights = _picked(ids, kept), _picked(weights, kept)
+    return ids, weights / weights.sum()
+
+
+def _picked(values: Any, indices: Ids) -> Any:
+    """values[indices] for ascending indices, without a copy where all are taken."""
+    return values if len(indices) == len(values) else values[indices]
 
 
 def draw(ids: Ids, probabilities: Floats, number: float) -> int:
