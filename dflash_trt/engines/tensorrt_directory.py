@@ -26,6 +26,7 @@ from dflash_trt.engines.build import (
     BuildOptions,
     Sources,
     describe,
+    drafted_slots,
     source_graphs,
     write_sources,
 )
@@ -92,7 +93,8 @@ def build_tensorrt(
     )  # fmt: skip
     with new_directory(out) as folder:
         write_sources(folder, target, sources)
-        plans = pair_plans(sources.target, sources.drafter, folder / "source", options, own)
+        graphs, drafted = (sources.target, sources.drafter), drafted_slots(options, drafter.config)
+        plans = pair_plans(*graphs, folder / "source", options, own, drafted)
         reports = compile_plans(plans, folder, own.backend, own.capabilities, progress)
         if own.weights:
             peaks = _peaks(target, drafter, sources, options, progress)
@@ -147,8 +149,10 @@ def pair_plans(
     folder: Path,
     options: BuildOptions,
     own: TensorRTOptions,
+    drafted: int,
 ) -> list[PlanRequest]:
-    """The plans of a pair, made of `target.onnx` and `drafter.onnx` in `folder`."""
+    """The plans of a pair, made of `target.onnx` and `drafter.onnx` in `folder`; `drafted` slots
+    are drafted in a cycle, the anchor not counted."""
     block, chunk = options.block, own.chunk
     caches = [o.name for o in target.model.graph.output if o.name.endswith(".out")]
     draft_caches = [o.name for o in drafter.model.graph.output if o.name.endswith(".out")]
@@ -159,12 +163,12 @@ def pair_plans(
         "drafter.draft": (
             drafter,
             ["tokens", "lengths", *draft_caches],
-            {"S": block, "R": block, "M": block - 1},
+            {"S": drafted + 1, "R": block, "M": drafted},
         ),
         "drafter.inject": (
             drafter,
             draft_caches,
-            {"S": block, "R": (1, block, max(chunk, block)), "M": block - 1},
+            {"S": drafted + 1, "R": (1, block, max(chunk, block)), "M": drafted},
         ),
     }
     if own.step:

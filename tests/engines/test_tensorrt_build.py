@@ -56,7 +56,7 @@ def test_the_smollm2_pair_is_compiled_for_blackwell(tmp_path, smollm2, precision
     """Within time and memory; `compile_plans` checks each plan's text."""
     folder, graphs = smollm2
     options = BuildOptions("pair", block=8, precision=precision, max_batch=4)
-    plans = pair_plans(*graphs, folder, options, TensorRTOptions("tensorrt-rtx", BLACKWELL))
+    plans = pair_plans(*graphs, folder, options, TensorRTOptions("tensorrt-rtx", BLACKWELL), 7)
     reports = compile_plans(plans, tmp_path, "tensorrt-rtx", BLACKWELL)
     found = {report.name: report for report in reports}
     assert set(found) == {"target.verify", "target.prefill", "drafter.draft", "drafter.inject"}
@@ -174,7 +174,7 @@ def test_an_op_without_lowering_is_named_with_its_node(tmp_path, pair):
     node.CopyFrom(helper.make_node("Erf", node.input, node.output, name=node.name))
     save(graph.model, tmp_path / "target.onnx")
     own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8)
-    plans = pair_plans(graph, drafter, tmp_path, options_for(), own)
+    plans = pair_plans(graph, drafter, tmp_path, options_for(), own, 3)
     with pytest.raises(InputError, match=rf"'{node.name}'.*Erf"):
         compile_plans(plans[:1], tmp_path, "tensorrt-rtx", (120,))
 
