@@ -6,6 +6,7 @@ and blocks of several tokens at a time, as speculative decoding commits them.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,17 +38,16 @@ class HarmonyChat:
 
     def __init__(self, vocabulary: Path | None = None) -> None:
         try:
-            import openai_harmony
+            self._library: Any = importlib.import_module("openai_harmony")
         except ImportError:
             raise InputError(
                 "the chat format of gpt-oss needs the package openai-harmony: "
                 "pip install 'dflash-trt[harmony]'"
             ) from None
-        self._library = openai_harmony
-        name = openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS
+        name = self._library.HarmonyEncodingName.HARMONY_GPT_OSS
         try:
             with _folder(vocabulary):
-                self._encoding = openai_harmony.load_harmony_encoding(name)
+                self._encoding = self._library.load_harmony_encoding(name)
         except Exception as error:  # the package raises what its Rust half raises
             raise InputError(f"the vocabulary o200k_base cannot be loaded ({error})") from error
 
