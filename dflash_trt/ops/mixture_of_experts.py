@@ -35,21 +35,19 @@ FP4_VALUES = np.concatenate([E2M1, -E2M1])
 E8M0_VALUES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astype(np.float32)
 MXFP4_BLOCK = 32
 
-_FP4 = numpy_helper.from_array(FP4_VALUES, "fp4")
+# The two values of every byte [256, 2], the low half first.
+_BYTES = np.arange(256)
+_PAIRS = numpy_helper.from_array(FP4_VALUES[np.stack([_BYTES & 15, _BYTES >> 4], 1)], "pairs")
 _E8M0 = numpy_helper.from_array(E8M0_VALUES, "e8m0")
 
 
 @script(DFLASH, default_opset=OPSET)
 def DecodeMXFP4(blocks, scales):
     """Packed values [N, K/2] and scales [N, K/32], both uint8 -> fp32 [N, K]."""
-    fp4 = op.Constant(value=_FP4)
-    e8m0 = op.Constant(value=_E8M0)
-    bytes_ = op.Cast(blocks, to=6)
-    high = op.Div(bytes_, op.Cast([16], to=6))
-    low = bytes_ - high * op.Cast([16], to=6)
-    pairs = op.Concat(op.Unsqueeze(low, [-1]), op.Unsqueeze(high, [-1]), axis=-1)
-    values = op.Reshape(op.Gather(fp4, pairs), [0, -1, 32])  # [N, K/32, 32]
-    factors = op.Unsqueeze(op.Gather(e8m0, op.Cast(scales, to=6)), [-1])
+    pairs = op.Gather(op.Constant(value=_PAIRS), op.Cast(blocks, to=6))  # [N, K/2, 2]
+    values = op.Reshape(pairs, [0, -1, 32])  # [N, K/32, 32]
+    factors = op.Gather(op.Constant(value=_E8M0), op.Cast(scales, to=6))
+    factors = op.Unsqueeze(factors, [-1])
     return op.Reshape(values * factors, [0, -1])
 
 
