@@ -11,6 +11,7 @@ from dflash_trt.engines.build import CPU_PRECISIONS, BuildOptions, Sources, draf
 from dflash_trt.engines.onnxruntime_build import WEIGHTS_FILE, batch_sizes, model_name
 from dflash_trt.engines.tensorrt_weights import FILE
 from dflash_trt.errors import InputError
+from dflash_trt.lowering.tensorrt.attention import shape_with_sinks
 from dflash_trt.models.graph import Weight
 from dflash_trt.planner.hardware import Gpu
 
@@ -58,11 +59,9 @@ def build_size(
 ) -> BuildSize:
     """What `options` would build from these models."""
     element = 4 if backend == "cpu" else 2
-    capacity = options.max_seq_len + max(options.block, PREFILL_CHUNK)
-    rows = options.max_batch * capacity * element
     caches = {
-        name: 2.0 * c.num_layers * c.num_kv_heads * c.head_dim * rows
-        for name, c in (("target", target), ("drafter", drafter))
+        "target": _cache_bytes(target, options, backend, target.attention_sinks),
+        "drafter": _cache_bytes(drafter, options, backend, False),
     }
     slots = options.block + drafted_slots(options, drafter)
     features = PREFILL_CHUNK * len(drafter.taps) * target.hidden_size
@@ -70,6 +69,17 @@ def build_size(
     largest = max(prod(w.shape) * _read_bytes(w) for w in sources.weights.values())
     weights = _components(sources, options, backend)
     return BuildSize(weights, caches, work, largest, _files(backend, options))
+
+
+def _cache_bytes(
+    c: TargetConfig | DrafterConfig, options: BuildOptions, backend: str, sinks: bool
+) -> float:
+    """Keys and values of all layers and slots; TensorRT keeps attention sinks in wider heads."""
+    capacity = options.max_seq_len + max(options.block, PREFILL_CHUNK)
+    shape = [options.max_batch, c.num_kv_heads, capacity, c.head_dim]
+    if sinks and backend != "cpu":
+        shape = shape_with_sinks(shape)
+    return 2.0 * c.num_layers * prod(shape) * (4 if backend == "cpu" else 2)
 
 
 def _read_bytes(weight: Weight) -> int:
