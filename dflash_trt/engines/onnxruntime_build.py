@@ -202,4 +202,6 @@ def session_options(threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
+    # Two sessions take turns: the idle one's threads must not keep a core busy waiting.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
