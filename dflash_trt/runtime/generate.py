@@ -22,6 +22,7 @@ from typing import cast, overload
 
 import numpy as np
 
+from dflash_trt.engines.directory import read_manifest
 from dflash_trt.engines.onnxruntime import OnnxRuntimePair
 from dflash_trt.runtime.cycle import EnginePair
 from dflash_trt.runtime.metrics import RuntimeMetrics
@@ -55,7 +56,7 @@ class Runtime:
 
         threads: 0 for one per core; queue_limit: requests that may wait for a slot.
         """
-        engines = OnnxRuntimePair(path, threads)
+        engines = _load_engines(path, threads)
         return cls(engines, TextCodec(path, engines.manifest.chat_arguments), queue_limit)
 
     @property
@@ -213,6 +214,15 @@ class _Answer:
         for _ in self:
             pass
         return self.request.generation
+
+
+def _load_engines(path: Path, threads: int) -> EnginePair:
+    """The pair of an engine directory by its backend."""
+    if read_manifest(path, verify=False).backend == "cpu":
+        return OnnxRuntimePair(path, threads)
+    from dflash_trt.engines.tensorrt import TensorRTPair
+
+    return TensorRTPair(path)
 
 
 def _checked(delta: Delta) -> Delta:
