@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --editable .[dev,serve,train,tensorrt-rtx]
-	$(BIN)/pip install --quiet --no-deps dflash==0.1.0
+	$(BIN)/pip install --quiet --no-deps dflash==0.1.0 tensorrt-cu13-bindings==11.4.0.106
 	$(BIN)/pip install --quiet --no-deps $(TRITON_CLIENT)
 	touch $@
 
@@ -55,7 +55,7 @@ pytest: $(VENV)/.installed-dev
 	$(BIN)/pytest
 
 test-gpu: $(VENV)/.installed-dev
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -m gpu -rs tests/gpu
 
 clean:
 	rm -rf $(VENV) engines
