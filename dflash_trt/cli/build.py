@@ -147,8 +147,11 @@ def _backend(args: argparse.Namespace, recipe: Recipe, say: Callable[[str], None
     if args.backend:
         return args.backend
     if recipe.backend != "cpu":
-        for_what = f" for compute capability {', '.join(recipe.capabilities)}"
-        say(f"backend {recipe.backend}{for_what}: what the recipe {recipe.name} is for")
+        wanted = args.compute_capability or ", ".join(recipe.capabilities)
+        say(
+            f"backend {recipe.backend}, which the recipe {recipe.name} is for; compute "
+            f"capability {wanted}{'' if args.compute_capability else ', likewise'}"
+        )
         if not args.dry_run:
             load(recipe.backend)
     return recipe.backend

@@ -26,7 +26,8 @@ def test_gpt_oss_120b(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert status == 0
     assert "verifies 16 tokens, drafts 10" in err
-    assert "what the recipe gpt-oss-120b is for" in err
+    assert "backend tensorrt-rtx, which the recipe gpt-oss-120b is for" in err
+    assert "compute capability 12.0, 12.1, likewise" in err
     assert "fits" in out
     assert "does NOT fit" not in out
     assert "target.verify.engine" in out
