@@ -16,6 +16,7 @@ from dflash_trt.runtime.acceptance import commit_block
 from dflash_trt.runtime.options import GenerationOptions
 from dflash_trt.runtime.sampling import (
     Chooser,
+    History,
     distribution,
     draw,
     new_seed,
@@ -38,7 +39,7 @@ OPTIONS = {
     "min-p": GenerationOptions(temperature=1.0, min_p=0.1),
     "penalties": GenerationOptions(
         temperature=0.9, top_p=0.9, repetition_penalty=1.4, presence_penalty=0.7,
-        frequency_penalty=0.5, logit_bias={2: 1.5, 7: -2.0},
+        frequency_penalty=0.5, logit_bias={2: 3.0, 7: -2.0},
     ),
 }  # fmt: skip
 
@@ -144,7 +145,7 @@ def test_a_wrong_acceptance_rule_is_caught(kind: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_row_has_the_processed_distribution(name: str) -> None:
     """DRAWS draws of the chain's own distribution against the naive one."""
-    options, prompt = OPTIONS[name], [3, 1]
+    options, prompt = OPTIONS[name], [2, 3, 1]  # 2 has a negative logit there
     chooser = Chooser(prompt, options, (), VOCAB)
     ids, p = distribution(chooser._processed(TARGET.row(prompt)), options)
     reached = np.cumsum(p)
@@ -240,6 +241,19 @@ def test_nucleus_is_the_smallest_set_that_reaches_p() -> None:
         order = np.argsort(-p, kind="stable")
         count = int((np.cumsum(p[order]) < limit).sum()) + 1
         assert nucleus(p, limit).tolist() == sorted(order[:count].tolist())
+
+
+def test_penalties_by_hand() -> None:
+    """Prompt 0 and 1, answer 2, 2, 3: repetition counts both, the others the answer, per token."""
+    options = GenerationOptions(
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25
+    )
+    history = History([0, 1], 5)
+    for token in (2, 2, 3):
+        history.push(token)
+    logits = np.array([4.0, -4.0, 4.0, -4.0, 4.0])
+    history.penalise(logits, options)
+    assert logits.tolist() == [2.0, -8.0, 2.0 - 0.5 - 0.5, -8.0 - 0.5 - 0.25, 4.0]
 
 
 def test_min_tokens_bans_stop_tokens_only_so_long() -> None:
