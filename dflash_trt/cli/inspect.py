@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from dflash_trt.cli.inspect_tensorrt import print_plans
 from dflash_trt.engines.directory import Manifest, read_manifest
 
 
@@ -26,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     console.print(_facts(manifest))
     console.print(_files(manifest))
+    print_plans(console, args.engine)
     return 0
 
 

@@ -11,6 +11,7 @@ import pytest
 from onnx import helper, save
 
 from dflash_trt.checkpoints import open_drafter, open_target
+from dflash_trt.cli import main
 from dflash_trt.config import DrafterConfig, Rope, TargetConfig
 from dflash_trt.engines import tensorrt_build
 from dflash_trt.engines.build import BuildOptions
@@ -116,6 +117,15 @@ def tensors_of(path):
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     return {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+
+
+def test_inspect_shows_what_a_plan_takes_gives_and_runs(engine, capsys):
+    assert main(["inspect", str(engine)]) == 0
+    text = capsys.readouterr().out
+    assert "target.verify.engine: compute capability 12.0" in text
+    assert "4 attention" in text
+    assert "tokens [B, 4] INT64" in text
+    assert "accepted [B] INT32" in text
 
 
 def test_weights_are_those_of_the_checkpoint(engine, pair):
