@@ -80,6 +80,17 @@ def test_company_changes_nothing(wishes: list[tuple[list[int], GenerationOptions
         same(answer, run_all(toy(), [request])[0])
 
 
+def test_stop_texts_count_from_min_tokens_on() -> None:
+    """A stop text before `min_tokens` is ordinary text; the same text behind it ends the answer."""
+    whole = run_all(toy(), [([1], GenerationOptions(200, ignore_eos=True))])[0].text
+    stop = next(c for c in whole if whole.count(c) > 1)
+    first, second = (i for i, c in enumerate(whole) if c == stop and whole[:i].count(stop) < 2)
+    early = GenerationOptions(200, ignore_eos=True, stop=(stop,))
+    assert run_all(toy(), [([1], early)])[0].text == whole[:first]
+    late = run_all(toy(), [([1], replace(early, min_tokens=first + 2))])[0]
+    assert (late.text, late.stop) == (whole[:second], stop)
+
+
 def test_acceptance_of_a_request_does_not_depend_on_company() -> None:
     """An always right drafter is always accepted, at every place of a batch."""
     wish = GenerationOptions(40, ignore_eos=True)
