@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +24,7 @@ from dflash_trt.engines.build import BuildOptions, build_cpu
 from dflash_trt.runtime.generate import GenerationOptions, Runtime
 from dflash_trt.serving.triton.tensors import INPUTS
 from tests.serving.conftest import wait_for
-from tests.serving.triton_server import Triton, members, running_triton
+from tests.serving.triton_server import Triton, environment, members, running_triton
 
 QUESTION = "Why is the sky blue?"
 TYPES = {"STRING": "BYTES"}
@@ -40,8 +43,13 @@ def runtime(engine: Path) -> Runtime:
 
 
 @pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
 def triton(
-    engine: Path, smollm2_engine: Path, tmp_path_factory: pytest.TempPathFactory
+    packages: Path, engine: Path, smollm2_engine: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Triton]:
     folder = tmp_path_factory.mktemp("triton")
     repository = str(folder / "repository")
@@ -51,9 +59,8 @@ def triton(
         ["triton", str(smollm2_engine), "-o", repository],
     ):  # fmt: skip
         assert main(command) == 0
-    with running_triton(Path(repository), folder) as server:
+    with running_triton(packages, Path(repository), folder) as server:
         yield server
-    wait_for(lambda: not members(server.process.pid), 20)
     assert server.process.returncode == 0
 
 
@@ -160,8 +167,6 @@ def test_streaming_ends_with_one_final_response(triton: Triton, runtime: Runtime
 
 
 def test_http_streaming(triton: Triton, runtime: Runtime) -> None:
-    import urllib.request
-
     body = json.dumps({"text_input": QUESTION, "max_tokens": 24, "stream": True}).encode()
     url = f"http://{triton.http}/v2/models/tiny/generate_stream"
     with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as response:
@@ -327,6 +332,42 @@ def test_a_cancelled_request_frees_its_slot(triton: Triton) -> None:
     answer = triton.generate("smollm2", text_input="Hi", max_tokens=2)
     assert answer["sequence_length"] == 2
     assert time.monotonic() - begin < 5
+
+
+def test_a_killed_model_process_is_an_error_and_can_be_reloaded(
+    packages: Path, engine: Path, tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+    assert main(["triton", str(engine), "-o", str(repository), "--threads", "1"]) == 0
+    with running_triton(packages, repository, tmp_path) as server:
+        client = http_client.InferenceServerClient(server.http)
+        (child,) = set(members(server.process.pid)) - {server.process.pid}
+        os.kill(child, signal.SIGKILL)
+        begin = time.monotonic()
+        assert "error" in server.generate("tiny4", text_input="x", max_tokens=3)
+        assert time.monotonic() - begin < 10
+        client.unload_model("tiny4")
+        client.load_model("tiny4")
+        assert server.generate("tiny4", text_input="x", max_tokens=3)["sequence_length"] == 3
+        client.close()
+
+
+def test_a_server_stopped_amid_requests_leaves_nothing(
+    packages: Path, engine: Path, tmp_path: Path
+) -> None:
+    """Triton gives up after its exit timeout and forgets the model's process."""
+    repository = tmp_path / "repository"
+    assert main(["triton", str(engine), "-o", str(repository), "--threads", "1"]) == 0
+    memory = set(Path("/dev/shm").iterdir())
+    parameters = json.dumps({"ignore_eos": True, "max_tokens": 400})
+    body = json.dumps({"text_input": "x", "stream": True, "sampling_parameters": parameters})
+    with running_triton(packages, repository, tmp_path, exit_seconds=1) as server:
+        url = f"http://{server.http}/v2/models/tiny4/generate_stream"
+        streams = [urllib.request.urlopen(url, body.encode(), timeout=60) for _ in range(8)]
+    for stream in streams:
+        stream.close()
+    left = set(Path("/dev/shm").iterdir()) - memory
+    assert not [path for path in left if path.name.startswith("triton_python_backend")]
 
 
 def test_unload_and_reload(triton: Triton, runtime: Runtime) -> None:

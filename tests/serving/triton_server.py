@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +42,7 @@ class Triton:
             return {"status": error.code, **json.loads(error.read())}
 
 
-def environment() -> Path:
+def environment(folder: Path) -> Path:
     """Site packages of the server's environment, with the project's wheel of now; else a skip."""
     made = subprocess.run(
         ["make", "-s", ".venv-triton/.installed", f"PYTHON={sys.executable}"],
@@ -48,17 +50,18 @@ def environment() -> Path:
     )  # fmt: skip
     if made.returncode:
         pytest.skip(f"no Triton server is to be had: {made.stderr.strip()[-200:]}")
+    _install_wheel(folder)
     return next(VENV.glob("lib/python*/site-packages"))
 
 
-def install_wheel(folder: Path) -> None:
+def _install_wheel(folder: Path) -> None:
     pip = [str(VENV / "bin/python"), "-m", "pip", "--quiet"]
     subprocess.run([*pip, "wheel", "--no-deps", ".", "-w", str(folder)], cwd=ROOT, check=True)
     wheel = next(folder.glob("*.whl"))
     subprocess.run([*pip, "install", "--no-deps", "--force-reinstall", str(wheel)], check=True)
 
 
-def backend_folder(packages: Path, folder: Path) -> Path:
+def _backend_folder(packages: Path, folder: Path) -> Path:
     """The Python backend with the stub of this Python's version."""
     server = packages / "pytriton/tritonserver"
     python = folder / "python"
@@ -73,7 +76,7 @@ def backend_folder(packages: Path, folder: Path) -> Path:
     return folder
 
 
-def free_ports(count: int) -> list[int]:
+def _free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
@@ -84,16 +87,16 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def running_triton(repository: Path, folder: Path) -> Iterator[Triton]:
+def running_triton(
+    packages: Path, repository: Path, folder: Path, exit_seconds: int = 5
+) -> Iterator[Triton]:
     """The server with all models of `repository`; stopped by SIGTERM, which must leave nothing."""
-    packages = environment()
-    install_wheel(folder / "wheel")
-    backends = backend_folder(packages, folder / "backends")
-    http, grpc, metrics = free_ports(3)
+    backends = _backend_folder(packages, folder / "backends")
+    http, grpc, metrics = _free_ports(3)
     command = [
         packages / "pytriton/tritonserver/bin/tritonserver",
         f"--model-repository={repository}", f"--backend-directory={backends}",
-        "--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=5",
+        "--model-control-mode=explicit", "--load-model=*", f"--exit-timeout-secs={exit_seconds}",
         "--http-address=127.0.0.1", f"--http-port={http}",
         "--grpc-address=127.0.0.1", f"--grpc-port={grpc}",
         "--metrics-address=127.0.0.1", f"--metrics-port={metrics}",
@@ -114,11 +117,10 @@ def running_triton(repository: Path, folder: Path) -> Iterator[Triton]:
         finally:
             if process.poll() is None:
                 process.kill()
+    wait_for(lambda: not members(process.pid), 20)
 
 
 def _variables(packages: Path) -> dict[str, str]:
-    import sysconfig
-
     libraries = [str(packages / "nvidia_pytriton.libs"), sysconfig.get_config_var("LIBDIR")]
     return {
         "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from dflash_trt.serving.triton.exchange import Exchange
 from dflash_trt.serving.triton.tensors import INPUTS
 
 _POLL_SECONDS = 0.01  # under a cycle's length
+_PARENT_SECONDS = 0.5
 
 
 class TritonPythonModel:
@@ -30,6 +32,7 @@ class TritonPythonModel:
         self._lock, self._awake, self._ended = Lock(), Event(), False
         self._watcher = Thread(target=self._watch, name="dflash-cancel", daemon=True)
         self._watcher.start()
+        Thread(target=_end_with, args=(os.getppid(),), name="dflash-parent", daemon=True).start()
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:
@@ -64,6 +67,16 @@ class TritonPythonModel:
                 for exchange in alive:
                     exchange.poll()
                 time.sleep(_POLL_SECONDS)
+
+
+def _end_with(parent: int) -> None:
+    """A server that is stopped amid requests leaves this process behind; end it, and its memory."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_SECONDS)
+    for argument in Path("/proc/self/cmdline").read_text().split("\0"):
+        if argument.startswith("triton_python_backend_shm_region_"):
+            Path("/dev/shm", argument).unlink(missing_ok=True)
+    os._exit(1)
 
 
 def _load(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) -> Runtime:
