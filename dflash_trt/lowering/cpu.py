@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from dflash_trt.models.graph import SourceGraph, Weight
 from dflash_trt.ops import DOMAIN
+from dflash_trt.quantization.integer_blocks import BLOCK
 
 CONTRIB = "com.microsoft"
 
@@ -117,7 +118,8 @@ def _matmul(state: Lowering, node: onnx.NodeProto) -> bool:
     bits = state.bits[weight.kind]
     stored = [f"{weight.name}.{part}{bits}" for part in ("q", "scale", "zero")]
     state.emit(
-        "MatMulNBits", [node.input[0], *stored], list(node.output), CONTRIB, K=inner, N=outer, bits=bits, block_size=32, accuracy_level=4,
+        "MatMulNBits", [node.input[0], *stored], list(node.output), CONTRIB,
+        K=inner, N=outer, bits=bits, block_size=BLOCK, accuracy_level=4,
     )  # fmt: skip
     return True
 
