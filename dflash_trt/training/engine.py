@@ -25,7 +25,7 @@ from dflash_trt.engines.onnxruntime_build import compile_models, session_options
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.cpu import lower
 from dflash_trt.models.graph import Weight
-from dflash_trt.models.llama import target_graph
+from dflash_trt.models.registry import target_graph
 
 KEY_FILE = "target.json"
 
