@@ -229,3 +229,25 @@ def test_memory_does_not_grow_with_requests(engine: Path) -> None:
     some(1500)
     before = some(500)
     assert max(some(500) for _ in range(10)) - before < 2_000_000
+
+
+def test_drafts_do_not_depend_on_company(engine: Path) -> None:
+    """The same blocks are drafted in batches whose lanes change places as alone: what was injected
+    is each slot's own. Wrong features would only lower acceptance, silently."""
+    engines = OnnxRuntimePair(engine, threads=1)
+    asked = prompts(3)
+
+    def blocks(orders: list[list[int]]) -> dict[int, list[list[int]]]:
+        drafted: dict[int, list[list[int]]] = {s: [] for s in orders[0]}
+        for slot in orders[0]:
+            engines.release(slot)
+            engines.prefill(slot, np.asarray(asked[slot][:100]), inject=True)
+        for order in orders:
+            engines.draft(order, 5)
+            engines.verify(order, 6)
+            for lane, slot in enumerate(order):
+                drafted[slot].append(engines.tokens[lane].tolist())
+        return drafted
+
+    alone = {slot: blocks([[slot]] * 12)[slot] for slot in range(3)}
+    assert blocks([[0, 1, 2], [2, 0, 1], [1, 2, 0]] * 4) == alone
