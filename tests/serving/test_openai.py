@@ -67,6 +67,12 @@ def test_seed_and_sampling_parameters_reach_the_runtime(served: Served) -> None:
     assert answer.choices[0].dflash["seed"] == 7
 
 
+def test_a_vanishing_temperature_is_greedy(served: Served) -> None:
+    """Logits divided by it would overflow and fail every client's request."""
+    answer = chat(served, temperature=1e-300)
+    assert answer.choices[0].message.content == expected(served).text
+
+
 def test_choices_have_seeds_of_their_own(served: Served) -> None:
     answer = chat(served, n=3, temperature=1, seed=11)
     texts = [expected(served, temperature=1.0, seed=11 + i).text for i in range(3)]
@@ -153,6 +159,8 @@ def test_models(served: Served) -> None:
     [
         ({"temperature": 3}, "temperature"),
         ({"top_p": 0}, "top_p"),
+        ({"top_p": True}, "top_p"),
+        ({"presence_penalty": "1"}, "presence_penalty"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 513}, "max_tokens: 513 is above this server's 512"),
         ({"n": 17}, "n: "),
@@ -160,6 +168,7 @@ def test_models(served: Served) -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "the engine holds 512"),
         ({"stop": ""}, "stop"),
+        ({"extra_body": {"repetition_penalty": 1e-300}}, "repetition_penalty"),
         ({"top_logprobs": 2}, "needs logprobs"),
         ({"logit_bias": {"288": 1}}, "token 288 is outside the vocabulary"),
         ({"extra_body": {"temprature": 1}}, "temprature"),

@@ -275,6 +275,7 @@ def test_messages_echo_and_plain_text(triton: Triton, runtime: Runtime) -> None:
         ({"text_input": "x", "input_ids": [1, 2]}, "give exactly one"),
         ({"text_input": "x", "temperature": -1.0}, "temperature -1.0: must be 0 to 100"),
         ({"text_input": "x", "max_tokens": 0}, "max-tokens 0"),
+        ({"text_input": "x", "repetition_penalty": 1e-30}, "repetition_penalty: must be 0.01"),
         ({"text_input": "x", "beam_width": 2}, "beam_width: only 1"),
         ({"text_input": "x", "bad_words": "y"}, "bad_words: not supported"),
         ({"text_input": "x" * 600}, "the engine holds 512"),

@@ -165,7 +165,8 @@ class _Front:
                 400, f"max_tokens: {wanted} is above this server's {limit}", "max_tokens"
             )
         room = max(self.host.runtime.manifest.max_seq_len - prompt, 1)
-        return wanted or max(min(limit, room), body.min_tokens or 0)
+        usual = min(limit, room, body.usual_tokens or room)
+        return wanted or max(usual, body.min_tokens or 0)
 
 
 async def _until_done(request: Request, choices: Choices) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StringConstraints
 
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.options import GenerationOptions
+from dflash_trt.serving.bounds import SMALLEST_PENALTY, usable_temperature
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Bias = Annotated[float, Field(strict=True, ge=-100, le=100)]
 NonNegative = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Positive = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 Seed = Annotated[StrictInt, Field(ge=0, lt=2**63)]
@@ -38,16 +39,21 @@ class Sampling(Strict):
     """What both endpoints take. top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
     stop_token_ids and draft are ours; metadata, service_tier, store and user mean nothing here."""
 
+    usual_tokens: ClassVar[int | None] = (
+        None  # length of an answer where none is given; None: what fits
+    )
     model: str | None = None
     n: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
     max_tokens: Positive | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     top_k: NonNegative | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(strict=True, ge=SMALLEST_PENALTY, le=100)] | None = (
+        None
+    )
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
@@ -83,7 +89,8 @@ class Sampling(Strict):
             for name in _SAME_NAME
             if getattr(self, name) is not None
         }  # fmt: skip
-        values["temperature"] = 1.0 if self.temperature is None else self.temperature
+        asked = 1.0 if self.temperature is None else self.temperature
+        values["temperature"] = usable_temperature(asked)
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return GenerationOptions(
             max_tokens=max_tokens,
@@ -192,13 +199,11 @@ class CompletionRequest(Sampling):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=64)]
     )
+    usual_tokens: ClassVar[int | None] = 16
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
     logprobs: Annotated[StrictInt, Field(ge=0, le=5)] | None = None
-
-    def wanted_tokens(self) -> int | None:
-        return self.max_tokens or 16
 
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
