@@ -175,8 +175,10 @@ def test_a_waiting_request_can_be_cancelled() -> None:
 def test_a_deadline_ends_a_request_that_runs_and_one_that_waits() -> None:
     engines = toy(max_seq_len=100_000)
     scheduler = Scheduler(as_engines(engines))
-    wish = GenerationOptions(10_000, ignore_eos=True, deadline=0.05)
-    both = [Driven(engines, [1], wish) for _ in "ab"]
+    both = [
+        Driven(engines, [1], GenerationOptions(10_000, ignore_eos=True, deadline=seconds))
+        for seconds in (0.2, 0.05)  # the one that waits is overdue first
+    ]
     for one in both:
         scheduler.submit(one.request)
     while scheduler.busy:
