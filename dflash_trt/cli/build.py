@@ -126,7 +126,8 @@ def _options(
 ) -> BuildOptions:
     usual = recipe.precision if args.backend == recipe.backend else _USUAL_PRECISION[args.backend]
     precision = args.precision or usual
-    block = args.block if args.block is not None else recipe.block or drafter.config.block
+    best = recipe.best_block.get(precision) or recipe.block or drafter.config.block
+    block = args.block if args.block is not None else best
     longest = min(recipe.max_seq_len, target.config.max_positions - block)
     return BuildOptions(
         name=f"{recipe.name}-{precision}",
