@@ -22,6 +22,7 @@ RUN python3 -m venv /opt/dflash
 WORKDIR /src
 COPY pyproject.toml README.md constraints.txt ./
 COPY build build
+COPY drafters drafters
 COPY plugins plugins
 COPY dflash_trt dflash_trt
 RUN pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"

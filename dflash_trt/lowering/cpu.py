@@ -2,7 +2,7 @@
 
 The ops that touch caches are lowered for one sequence; `lanes.unroll_lanes` makes them so in a batch.
 Each rule below replaces one kind of node and says what it relies on. Ops without a rule stay: their
-local function is run as it is. Weights become initializers; `weight_tensors` names them.
+local function is run as it is. Weights are inputs no longer: the compiler adds them as initializers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def lower(source: SourceGraph, bits: Mapping[str, int]) -> tuple[onnx.ModelProto
     """The lowered model and how often each rule fired.
 
     `bits` maps a kind of weight to 8 or 4 where it is stored as blocks of integers; kinds that are
-    not named stay fp32. Weights are inputs of the model still; `weight_tensors` tells what they are.
+    not named stay fp32. Nodes read weights by name; whoever compiles the model adds them.
     """
     state = Lowering(source, bits)
     for node in source.model.graph.node:
