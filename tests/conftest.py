@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint, open_drafter, open_target
 from dflash_trt.engines.build import BuildOptions, build_cpu
 from dflash_trt.recipes import find_recipe, packaged_file
 from tests import tiny
+
+# The same examples in every run; `pytest --hypothesis-profile=explore` looks for new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("explore", print_blob=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

@@ -18,12 +18,14 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST = 448.0
 # Calibration sees a few prompts; activations of others may be somewhat larger.
 HEADROOM = 1.25
+# A scale below this is a denormal number: dividing by it is inexact or impossible.
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
 
 def encode(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """weight fp32 [K, N] -> (codes E4M3 [K, N], scale fp32 [1, N])."""
     peak = np.abs(weight).max(axis=0, keepdims=True)
-    scale = np.where(peak > 0, peak / LARGEST, 1.0).astype(np.float32)
+    scale = np.where(peak > 0, np.maximum(peak / LARGEST, SMALLEST_SCALE), 1.0).astype(np.float32)
     return to_e4m3(weight / scale), scale
 
 
@@ -42,8 +44,8 @@ def input_scale(peak: float) -> float:
 
 
 def power_of_two(value: float) -> float:
-    """The smallest power of two that is `value` or more; 1 for nothing."""
-    return 2.0 ** math.ceil(math.log2(value)) if value > 0 else 1.0
+    """The smallest power of two that is `value` or more and no denormal fp32; 1 for nothing."""
+    return 2.0 ** math.ceil(math.log2(max(value, SMALLEST_SCALE))) if value > 0 else 1.0
 
 
 def simulate(activation: np.ndarray, scale: float) -> np.ndarray:

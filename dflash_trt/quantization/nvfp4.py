@@ -11,7 +11,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from dflash_trt.quantization.fp8 import E4M3, HEADROOM, power_of_two, to_e4m3
+from dflash_trt.quantization.fp8 import E4M3, HEADROOM, SMALLEST_SCALE, power_of_two, to_e4m3
 from dflash_trt.quantization.fp8 import LARGEST as LARGEST_SCALE
 
 E2M1 = np.dtype(ml_dtypes.float4_e2m1fn)
@@ -24,7 +24,7 @@ VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4,
 def encode(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """weight fp32 [K, N] -> (packed uint8 [N, K/2], block scale E4M3 [N, K/16], scale [1, 1])."""
     peak = float(np.abs(weight).max())
-    scale = np.float32(peak / (LARGEST * LARGEST_SCALE)) if peak > 0 else np.float32(1)
+    scale = np.float32(max(peak / (LARGEST * LARGEST_SCALE), SMALLEST_SCALE) if peak > 0 else 1)
     codes, block_scale = encode_rows(weight.T / scale)
     return pack(codes), block_scale, np.full((1, 1), scale, np.float32)
 

@@ -62,6 +62,14 @@ def test_input_scales_are_powers_of_two_that_keep_the_peak_in_range(module, peak
 
 
 @pytest.mark.parametrize("module", [fp8, nvfp4])
+@pytest.mark.parametrize("value", [1e-45, -1e-45, 1e-38, 1e-36])
+def test_denormal_weights_and_peaks_make_no_scale_of_zero(module, value):
+    parts = module.encode(np.full((16, 2), value, np.float32))
+    np.testing.assert_allclose(module.decode(*parts), value, rtol=0.07, atol=2e-38)
+    assert np.float32(module.input_scale(abs(value))) > 0
+
+
+@pytest.mark.parametrize("module", [fp8, nvfp4])
 def test_zeros_stay_zeros(module):
     parts = module.encode(np.zeros((16, 4), np.float32))
     assert not module.decode(*parts).any()
