@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
+from dflash_trt.runtime.loops import loops
 from dflash_trt.runtime.metrics import GenerationMetrics, total
-from dflash_trt.training.answers import loops
 
 
 @dataclass

@@ -1,16 +1,13 @@
-"""Answer files: one JSON line per answer, and the test that throws loops out."""
+"""Answer files: one JSON line per answer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from dflash_trt.errors import InputError
-
-MAX_PERIOD = 64
-MIN_LOOP = 24
 
 
 @dataclass(frozen=True)
@@ -22,19 +19,6 @@ class Answer:
     domain: str
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
-
-
-def loops(ids: Sequence[int]) -> bool:
-    """True where the answer ends in a cycle: at least 2.5 periods and ``MIN_LOOP`` tokens of it."""
-    return any(_periodic(ids, period) for period in range(1, MAX_PERIOD + 1))
-
-
-def _periodic(ids: Sequence[int], period: int) -> bool:
-    need = max(MIN_LOOP, (5 * period + 1) // 2)
-    if len(ids) < need:
-        return False
-    tail = ids[-need:]
-    return all(tail[i] == tail[i - period] for i in range(period, need))
 
 
 def read_answers(path: Path) -> Iterator[Answer]:

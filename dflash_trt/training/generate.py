@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.errors import InputError
-from dflash_trt.training.answers import Answer, answer_line, loops, read_answers
+from dflash_trt.runtime.loops import loops
+from dflash_trt.training.answers import Answer, answer_line, read_answers
 
 LOOK_FOR_LOOPS = 32  # tokens between two looks; an answer that loops is not worth finishing
 

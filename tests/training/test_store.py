@@ -7,7 +7,7 @@ import pytest
 import toy
 
 from dflash_trt.errors import InputError
-from dflash_trt.training.answers import Answer, answer_line, loops, read_answers
+from dflash_trt.training.answers import Answer, answer_line, read_answers
 from dflash_trt.training.store import FeatureStore, StoreMeta, StoreWriter
 
 
@@ -64,18 +64,6 @@ def test_faults_are_named(tmp_path):
     (tmp_path / "store.json").write_text('{"hidden": 1, "colour": 2}')
     with pytest.raises(InputError, match="unknown keys: colour"):
         FeatureStore(tmp_path)
-
-
-@pytest.mark.parametrize("period", [1, 2, 7, 40])
-def test_a_cycle_at_the_end_is_a_loop(period):
-    assert loops([*range(100, 150), *(list(range(period)) * 60)])
-
-
-def test_ordinary_answers_do_not_loop():
-    rng = np.random.default_rng(0)
-    assert not loops(rng.integers(0, 50, 200).tolist())
-    assert not loops([1, 2] * 5)  # too short to tell
-    assert not loops([1, 2, 3] * 30 + list(range(10, 40)))  # came out of it
 
 
 def test_answers_round_trip_and_a_torn_line_is_no_answer(tmp_path):
