@@ -147,6 +147,22 @@ class ConfigReader:
             raise InputError(f"{self.origin}: the key '{key}' is {what}")
         return float(value)
 
+    def decoder(self) -> dict[str, Any]:
+        """What targets and drafters have in common, under the names of our configurations."""
+        heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
+        return {
+            "vocab_size": self.integer("vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": self.integer("intermediate_size"),
+            "num_layers": self.integer("num_hidden_layers"),
+            "num_heads": heads,
+            "num_kv_heads": self.integer("num_key_value_heads", heads),
+            "head_dim": self.integer("head_dim", hidden // heads),
+            "rms_norm_eps": self.number("rms_norm_eps"),
+            "rope": self.rope(),
+            "max_positions": self.integer("max_position_embeddings"),
+        }
+
     def rope(self) -> Rope:
         """`rope_parameters` (newer files) or `rope_theta` with `rope_scaling` (older ones)."""
         parameters = dict(self.get("rope_parameters", None) or self.get("rope_scaling", None) or {})

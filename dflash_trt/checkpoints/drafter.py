@@ -67,30 +67,18 @@ def drafter_config(values: Mapping[str, Any], origin: str) -> DrafterConfig:
         raise InputError(f"{origin}: '{names[0]}' is not a DFlash drafter ({ARCHITECTURE})")
     read = ConfigReader(values, origin)
     own = ConfigReader(read.get("dflash_config", {}), f"{origin}, dflash_config")
-    heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
-    layers = read.integer("num_hidden_layers")
-    rope = read.rope()
-    check_scaling(rope, origin)
     config = DrafterConfig(
-        vocab_size=read.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=read.integer("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=read.integer("num_key_value_heads", heads),
-        head_dim=read.integer("head_dim", hidden // heads),
-        rms_norm_eps=read.number("rms_norm_eps"),
-        rope=rope,
-        max_positions=read.integer("max_position_embeddings"),
+        **read.decoder(),
         block=_block(read, own),
         mask_id=own.integer("mask_token_id", minimum=0),
         taps=_taps(own),
         num_target_layers=read.integer("num_target_layers", minimum=0),
         attention_bias=bool(read.get("attention_bias", False)),
-        windows=_windows(read, own, layers),
+        windows=_windows(read, own),
         window_causal=_window_causal(read, own),
         draft_vocab_size=read.integer("draft_vocab_size", 0, minimum=0),
     )
+    check_scaling(config.rope, origin)
     if config.mask_id >= config.vocab_size:
         raise InputError(
             f"{origin}: mask_token_id {config.mask_id} is outside the vocabulary of "
@@ -144,8 +132,9 @@ def _taps(own: ConfigReader) -> tuple[int, ...]:
     return tuple(taps)
 
 
-def _windows(read: ConfigReader, own: ConfigReader, layers: int) -> tuple[int, ...]:
+def _windows(read: ConfigReader, own: ConfigReader) -> tuple[int, ...]:
     """From `layer_types`, or one window for all layers where `dflash_config.use_swa` is set."""
+    layers = read.integer("num_hidden_layers")
     windows = read.windows(layers)
     if windows or not own.get("use_swa", False):
         return windows

@@ -20,26 +20,15 @@ def target_config(values: Mapping[str, Any], origin: str, tokens: int = 0) -> Ta
         raise InputError(f"{origin}: the architecture '{names[0]}' is not one of {known}")
     architecture, special = ARCHITECTURES[names[0]]
     read = ConfigReader(values, origin)
-    heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
-    vocab = read.integer("vocab_size")
-    rope = read.rope()
-    check_scaling(rope, origin)
+    decoder = read.decoder()
+    check_scaling(decoder["rope"], origin)
     _check_supported(read, architecture)
     return TargetConfig(
         architecture=architecture,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=read.integer("intermediate_size"),
-        num_layers=read.integer("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=read.integer("num_key_value_heads", heads),
-        head_dim=read.integer("head_dim", hidden // heads),
-        rms_norm_eps=read.number("rms_norm_eps"),
-        rope=rope,
-        max_positions=read.integer("max_position_embeddings"),
+        **decoder,
         tied_embeddings=bool(read.get("tie_word_embeddings", False)),
         stop_ids=_stop_ids(read),
-        tokens=tokens if tokens < vocab else 0,
+        tokens=tokens if tokens < decoder["vocab_size"] else 0,
         **special(read),
     )
 
