@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from socket import SO_SNDBUF, SOL_SOCKET
 from threading import Thread
 
 import httpx2
 import pytest
-import uvicorn
 from openai import OpenAI
 
 from dflash_trt.runtime.generate import Runtime
 from dflash_trt.serving.openai.app import create_app
 from dflash_trt.serving.openai.host import EngineHost
 from dflash_trt.serving.openai.limits import ServerOptions
+from dflash_trt.serving.openai.server import server_of
 
 
 @dataclass
@@ -36,13 +37,14 @@ class Served:
 @contextmanager
 def running(host: EngineHost, options: ServerOptions) -> Iterator[str]:
     """The server's address."""
-    config = uvicorn.Config(create_app(host, options), port=0, log_level="critical")
-    server = uvicorn.Server(config)
+    server = server_of(create_app(host, options), replace(options, port=0))
     thread = Thread(target=server.run, daemon=True)
     thread.start()
     try:
         wait_for(lambda: server.started)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        listening = server.servers[0].sockets[0]
+        listening.setsockopt(SOL_SOCKET, SO_SNDBUF, 4096)  # what is unread waits in the server
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(20)

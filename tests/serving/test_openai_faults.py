@@ -16,6 +16,7 @@ from threading import Event
 
 import httpx2
 import openai
+import psutil
 import pytest
 
 from dflash_trt.cli import main
@@ -32,14 +33,17 @@ def body(**values: object) -> bytes:
 
 
 @contextmanager
-def open_request(served: Served, content: bytes) -> Iterator[socket.socket]:
-    """A completion request, sent and not read."""
+def open_request(served: Served, content: bytes, buffer: int = 0) -> Iterator[socket.socket]:
+    """A completion request, sent and not read. buffer: bytes that the client's system takes in."""
     address = served.url.removeprefix("http://").split(":")
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\n\r\n"
     )
-    with socket.create_connection((address[0], int(address[1]))) as connection:
+    with socket.socket() as connection:
+        if buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.connect((address[0], int(address[1])))
         connection.sendall(head.encode() + content)
         yield connection
 
@@ -65,6 +69,29 @@ def test_a_client_that_does_not_read_frees_its_slot(served: Served) -> None:
     with open_request(served, body(stream=True)):
         wait_for(lambda: slots_used(served) >= 1)
         wait_for(lambda: slots_used(served) == 0)
+
+
+def test_a_client_that_stops_reading_is_cut_off(tiny_engine: Path) -> None:
+    """More than all buffers hold and nobody reads: the connection is gone within the limit, and what
+    the server held for it. A client that reads slowly gets everything."""
+    content = body(stream=True, n=4, logprobs=5, max_tokens=250)
+    with serving(tiny_engine, ServerOptions(send_seconds=0.5, threads=1)) as served:
+        with open_request(served, content, buffer=4096) as connection:
+            wait_for(lambda: connections(served) == 1)
+            wait_for(lambda: slots_used(served) == 0)
+            wait_for(lambda: connections(served) == 0, 3)
+        with open_request(served, content, buffer=4096) as connection:
+            text = b""
+            while b"[DONE]" not in text[-20:]:
+                text += connection.recv(1 << 16)
+                time.sleep(0.001)
+
+
+def connections(served: Served) -> int:
+    """Open ones, as the server's side has them."""
+    port = int(served.url.rpartition(":")[2])
+    sockets = psutil.Process().net_connections("tcp4")
+    return sum(s.laddr.port == port and s.status not in ("LISTEN", "NONE") for s in sockets)
 
 
 def test_a_dead_engine_is_an_error_and_shows(served: Served) -> None:

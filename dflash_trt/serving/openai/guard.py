@@ -1,8 +1,7 @@
-"""What stands before every route: the API key, the size of a body, clients that stop reading."""
+"""What stands before every route: the API key and the size of a body."""
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,7 +26,7 @@ class Guard:
             messages = await self._body(scope, receive)
         except ApiError as error:
             return await error.response()(scope, receive, send)
-        await self._app(scope, _replayed(messages, receive), self._timed(send))
+        await self._app(scope, _replayed(messages, receive), send)
 
     def _check_key(self, scope: Scope) -> None:
         key = self._options.api_key
@@ -52,13 +51,6 @@ class Guard:
                 raise ApiError(413, f"the body is larger than {limit} bytes")
             if not message.get("more_body", False):
                 return messages
-
-    def _timed(self, send: Send) -> Send:
-        async def timed(message: Message) -> None:
-            async with asyncio.timeout(self._options.send_seconds):
-                await send(message)
-
-        return timed
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
