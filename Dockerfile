@@ -2,7 +2,7 @@
 #   docker build --target triton -t dflash-triton .
 #   docker build --target openai --build-arg BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 -t dflash-openai .
 # BASE needs Python 3.11 or newer; a Triton base must be 24.11 or newer (numpy 2 in its Python backend).
-# EXTRAS: serve, tensorrt-rtx; engines for the CPU need neither CUDA nor TensorRT.
+# EXTRAS: serve, tensorrt-rtx, harmony (gpt-oss); engines for the CPU need neither CUDA nor TensorRT.
 ARG BASE=nvcr.io/nvidia/tritonserver:25.10-py3
 
 # hadolint ignore=DL3006

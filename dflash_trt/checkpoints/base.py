@@ -19,6 +19,12 @@ class TextFormat:
     bos_token: str
     eos_token: str
 
+    @property
+    def chat_format(self) -> str:
+        """`harmony` where the template writes messages in channels, as gpt-oss's does."""
+        marks = ("<|start|>", "<|channel|>", "<|message|>")
+        return "harmony" if all(mark in self.chat_template for mark in marks) else "template"
+
 
 class TensorSource(Protocol):
     """Named tensors in the Hugging Face naming and layout, read one at a time."""

@@ -41,6 +41,7 @@ def _facts(m: Manifest) -> Table:
         "block": f"verifies {m.block}, drafts {drafted}",
         "taps": ", ".join(map(str, m.taps)),
         "sequence": f"{m.max_seq_len} tokens, batch {m.max_batch}",
+        "chat format": m.chat_format,
         "stop ids": ", ".join(map(str, m.stop_ids)),
         "weights": f"{len(m.weights)} tensors",
         "versions": ", ".join(f"{k} {v}" for k, v in m.versions.items()),

@@ -8,7 +8,11 @@ import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
+from dflash_trt.runtime.harmony import Delta as Part
+from dflash_trt.runtime.harmony import whole_messages
+from dflash_trt.runtime.harmony_codec import HarmonyCodec
 
 _DEFAULT = GenerationOptions()
 
@@ -31,6 +35,11 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         help="decode again without drafting and print the speed-up",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--channels",
+        action="store_true",
+        help="print all channels of an answer in Harmony, each under its name (default: the final one)",
+    )
     _add_options(parser)
     parser.set_defaults(run=run)
 
@@ -94,29 +103,63 @@ def _options(args: argparse.Namespace) -> GenerationOptions:
 def run(args: argparse.Namespace) -> int:
     options = _options(args)
     runtime = Runtime.load(args.engine)
+    if args.channels and not isinstance(runtime.codec, HarmonyCodec):
+        raise InputError(f"channels: {args.engine}'s chat format has none")
     prompt = runtime.prompt_ids(args.question) if args.question else []
-    generation = _answer(runtime, prompt, options, echo=not args.json)
+    echo = "" if args.json else "channels" if args.channels else "text"
+    generation, parts = _answer(runtime, prompt, options, echo)
     baseline = None
     if args.compare and options.draft:
         # An unseeded answer is compared with plain sampling under the seed that it drew.
         seed = generation.seed if options.seed is None else options.seed
         baseline = runtime.generate(prompt, replace(options, draft=False, width=None, seed=seed))
     if args.json:
-        print(json.dumps(_object(generation, baseline)))
+        print(json.dumps(_object(generation, baseline) | _channels(parts)))
     else:
-        print(f"\n\n{_figures(generation, baseline)}")
+        hidden = not args.channels and any(not part.shown for part in parts)
+        note = " · thoughts and calls are left out, --channels prints them" if hidden else ""
+        print(f"\n\n{_figures(generation, baseline)}{note}")
     return 0
 
 
 def _answer(
-    runtime: Runtime, prompt: list[int], options: GenerationOptions, echo: bool
-) -> Generation:
-    generation = Generation()
+    runtime: Runtime, prompt: list[int], options: GenerationOptions, echo: str
+) -> tuple[Generation, list[Part]]:
+    """The answer and, in Harmony, its messages. echo: what is printed as it comes, the `text`, all
+    `channels` or nothing."""
+    generation, codec = Generation(), runtime.codec
+    stream = codec.chat.stream() if isinstance(codec, HarmonyCodec) else None
+    parts: list[Part] = []
     for delta in runtime.deltas(prompt, options, generation):
-        if echo:
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
-    return generation
+        new = stream.push(delta.tokens) if stream else []
+        if stream and delta.finish_reason is not None:
+            new += stream.finish()
+        if echo == "channels":
+            print(_titled(parts[-1:], new), end="", flush=True)
+        elif echo:
+            print(delta.text, end="", flush=True)
+        parts += new
+    if stream and stream.broken:
+        print(f"dflash-trt: the answer leaves the Harmony format: {stream.broken}", file=sys.stderr)
+    return generation, whole_messages(parts)
+
+
+def _titled(last: list[Part], new: list[Part]) -> str:
+    """The text of `new`, each message under its channel and whom it is for."""
+    text = ""
+    for part in new:
+        if not last or last[0].message != part.message:
+            to = f" to {part.recipient}" if part.recipient else ""
+            text += ("\n\n" if last else "") + f"[{part.channel}{to}]\n"
+        text, last = text + part.text, [part]
+    return text
+
+
+def _channels(parts: list[Part]) -> dict:
+    """The messages of an answer in Harmony."""
+    keys = ("channel", "recipient", "text")
+    messages = [{key: getattr(part, key) for key in keys} for part in parts]
+    return {"messages": messages} if messages else {}
 
 
 def _object(generation: Generation, baseline: Generation | None) -> dict:

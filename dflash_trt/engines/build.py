@@ -268,6 +268,7 @@ def describe(
             "eos_token": text.eos_token,
             **options.chat_arguments,
         },
+        chat_format=text.chat_format,
         weights=tuple(asdict(w) for w in sources.weights.values()),
     )
 

@@ -37,7 +37,8 @@ class Manifest:
     block: verify width; drafted: tokens drafted per cycle, the anchor not counted; trained_block:
     the block that the drafter was trained with; passes: refinement passes of a draft call;
     target_requirements: what must be the same where the engine is loaded; files: size in bytes and
-    SHA-256 of every other file; weights: how each weight is made from checkpoint tensors.
+    SHA-256 of every other file; weights: how each weight is made from checkpoint tensors;
+    chat_format: `template`, which is the Jinja file, or `harmony`.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Manifest:
     versions: Mapping[str, str]
     target_requirements: Mapping[str, str]
     chat_arguments: Mapping[str, Any] = field(default_factory=dict)
+    chat_format: str = "template"
     weights: tuple[Mapping[str, Any], ...] = ()
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     schema: int = SCHEMA

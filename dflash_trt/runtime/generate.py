@@ -22,9 +22,10 @@ from typing import cast, overload
 
 import numpy as np
 
-from dflash_trt.engines.directory import read_manifest
+from dflash_trt.engines.directory import Manifest, read_manifest
 from dflash_trt.engines.onnxruntime import OnnxRuntimePair
 from dflash_trt.runtime.cycle import EnginePair
+from dflash_trt.runtime.harmony_codec import HarmonyCodec
 from dflash_trt.runtime.metrics import RuntimeMetrics
 from dflash_trt.runtime.options import GenerationOptions
 from dflash_trt.runtime.request import Delta, Generation, Request
@@ -57,7 +58,7 @@ class Runtime:
         threads: 0 for one per core; queue_limit: requests that may wait for a slot.
         """
         engines = _load_engines(path, threads)
-        return cls(engines, TextCodec(path, engines.manifest.chat_arguments), queue_limit)
+        return cls(engines, _codec(path, engines.manifest), queue_limit)
 
     @property
     def metrics(self) -> RuntimeMetrics:
@@ -223,6 +224,13 @@ def _load_engines(path: Path, threads: int) -> EnginePair:
     from dflash_trt.engines.tensorrt import TensorRTPair
 
     return TensorRTPair(path)
+
+
+def _codec(path: Path, manifest: Manifest) -> TextCodec:
+    """How an engine directory's text is made."""
+    if manifest.chat_format == "harmony":
+        return HarmonyCodec(path, manifest.chat_arguments)
+    return TextCodec(path, manifest.chat_arguments)
 
 
 def _checked(delta: Delta) -> Delta:

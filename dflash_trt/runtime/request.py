@@ -81,11 +81,11 @@ class Request:
         self.prefilled = 0
         self.cancelled = False
         stop_ids = set(options.stop_token_ids) | set(
-            () if options.ignore_eos else manifest.stop_ids
+            () if options.ignore_eos else (*manifest.stop_ids, *codec.stop_ids)
         )
         self._stop_ids = stop_ids
         self._manifest = manifest
-        self._stream, self._finder = codec.stream(), StopFinder(options.stop)
+        self._stream, self._finder = codec.stream(prompt), StopFinder(options.stop)
         self._told_logprobs = 0
         self._control = DraftControl() if options.draft and options.adaptive else None
         self._engine_before = 0.0

@@ -18,7 +18,10 @@ Message = Mapping[str, Any]
 
 
 class TextCodec:
-    """The tokenizer and chat template of an engine directory."""
+    """The tokenizer and chat template of an engine directory. stop_ids: what the chat format itself
+    ends an answer with, next to the model's own."""
+
+    stop_ids: tuple[int, ...] = ()
 
     def __init__(self, folder: Path, chat_arguments: Mapping[str, Any]) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -44,7 +47,8 @@ class TextCodec:
     def text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def stream(self) -> TextStream:
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        """A reader of the answer to `prompt`."""
         return TextStream(self._tokenizer)
 
 

@@ -102,7 +102,9 @@ class ToyPair:
 class ToyCodec:
     """Token n is the letter n of the alphabet; streams like `TextCodec`."""
 
-    def stream(self) -> ToyCodec:
+    stop_ids = ()
+
+    def stream(self, prompt: Sequence[int] = ()) -> ToyCodec:
         return self
 
     def push(self, ids: Sequence[int]) -> str:

@@ -55,7 +55,7 @@ def running(host: EngineHost, options: ServerOptions) -> Iterator[str]:
 def serving(engine: Path, options: ServerOptions) -> Iterator[Served]:
     host = EngineHost(engine, options)
     with running(host, options) as url:
-        wait_for(lambda: host.ready)
+        wait_for(lambda: host.ready, 90)
         yield Served(url, host, host.runtime)
 
 

@@ -173,6 +173,8 @@ def test_models(served: Served) -> None:
         ({"logit_bias": {"288": 1}}, "token 288 is outside the vocabulary"),
         ({"extra_body": {"temprature": 1}}, "temprature"),
         ({"extra_body": {"min_tokens": 99}}, "min-tokens 99"),
+        ({"reasoning_effort": "low"}, "chat format takes none"),
+        ({"reasoning_effort": "none"}, "reasoning_effort"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "takes no tools"),
     ],

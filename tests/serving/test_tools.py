@@ -12,6 +12,7 @@ from dflash_trt.runtime.generate import Delta, Generation
 from dflash_trt.serving.openai.answers import ChatAnswer
 from dflash_trt.serving.openai.host import EngineHost
 from dflash_trt.serving.openai.limits import ServerOptions
+from dflash_trt.serving.openai.readers import ToolTextReader
 from dflash_trt.serving.openai.tools import ToolParser, ToolTemplate
 from tests.serving.conftest import Served, running
 
@@ -68,11 +69,12 @@ def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
 
 def test_answers_carry_calls(served: Served) -> None:
     generation = Generation(text=CALL, finish_reason="stop")
-    choice = ChatAnswer("m", "f", served.runtime.codec, 1, True).whole([generation])["choices"][0]
+    answer = ChatAnswer("m", "f", served.runtime.codec, [ToolTextReader()])
+    choice = answer.whole([generation])["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
-    streaming = ChatAnswer("m", "f", served.runtime.codec, 1, True)
+    streaming = ChatAnswer("m", "f", served.runtime.codec, [ToolTextReader()])
     assert streaming.chunk(0, Delta((1,), CALL[:20]), generation) is None
     chunk = streaming.chunk(0, Delta((2,), CALL[20:]), generation)
     assert chunk is not None

@@ -10,7 +10,7 @@ from typing import Any
 from dflash_trt.runtime.generate import Delta, Generation
 from dflash_trt.runtime.sampling import TokenLogprobs
 from dflash_trt.runtime.text import TextCodec
-from dflash_trt.serving.openai.tools import ToolParser
+from dflash_trt.serving.openai.readers import Reader, whole_calls
 
 Json = dict[str, Any]
 _FIGURES = ("acceptance_length", "acceptance_per_slot", "drafts_wasted", "cycles", "ttft_ms")
@@ -65,7 +65,7 @@ class Answer:
         """The chunk for a delta; None where there is nothing to tell."""
         choice = self._part(index, delta)
         if delta.finish_reason is not None:
-            choice["dflash"] = figures(generation)
+            choice["dflash"] = self._figures(index, generation)
         elif not (delta.logprobs or self._carries(choice)):
             return None
         return self._chunk([choice])
@@ -80,6 +80,9 @@ class Answer:
     def _carries(self, choice: Json) -> bool:
         """Whether there is anything to read in a choice of a chunk."""
         raise NotImplementedError
+
+    def _figures(self, index: int, generation: Generation) -> Json:
+        return figures(generation)
 
     def _choice(self, index: int, generation: Generation) -> Json:
         raise NotImplementedError
@@ -97,51 +100,46 @@ class ChatAnswer(Answer):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, model: str, fingerprint: str, codec: TextCodec, choices: int, tools: bool
+        self, model: str, fingerprint: str, codec: TextCodec, readers: Sequence[Reader]
     ) -> None:
+        """`readers`: one for each choice."""
         super().__init__(model, fingerprint, codec, prompts=1)
-        self._parsers = [ToolParser() for _ in range(choices)] if tools else []
+        self._readers = readers
 
     def opening(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}
         return self._chunk([{"index": index, "delta": delta, "finish_reason": None}])
 
     def _choice(self, index: int, generation: Generation) -> Json:
-        text, calls = self._parsed(index, generation.text, last=True)
-        message: Json = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
-            bare = [{k: v for k, v in call.items() if k != "index"} for call in calls]
-            message |= {"content": text or None, "tool_calls": bare}
+        g = generation
+        fields = self._readers[index].read(Delta(tuple(g.tokens), g.text, (), g.finish_reason))
+        calls = whole_calls(fields.pop("tool_calls", []))
+        message = {"role": "assistant", "content": None if calls else "", "refusal": None, **fields}
         return {
             "index": index,
-            "message": message,
-            "logprobs": self._logprobs(generation.logprobs),
-            "finish_reason": self._reason(index, generation.finish_reason),
-            "dflash": figures(generation),
+            "message": message | ({"tool_calls": calls} if calls else {}),
+            "logprobs": self._logprobs(g.logprobs),
+            "finish_reason": self._reason(index, g.finish_reason),
+            "dflash": self._figures(index, g),
         }
 
     def _part(self, index: int, delta: Delta) -> Json:
-        ended = delta.finish_reason is not None
-        text, calls = self._parsed(index, delta.text, last=ended)
-        content: Json = {"content": text} if text or not ended else {}
-        if calls:
-            content["tool_calls"] = calls
         return {
             "index": index,
-            "delta": content,
+            "delta": self._readers[index].read(delta),
             "logprobs": self._logprobs(delta.logprobs),
             "finish_reason": self._reason(index, delta.finish_reason),
         }
 
-    def _parsed(self, index: int, text: str, last: bool) -> tuple[str, list[Json]]:
-        return self._parsers[index].push(text, last) if self._parsers else (text, [])
+    def _figures(self, index: int, generation: Generation) -> Json:
+        problem = self._readers[index].problem
+        return figures(generation) | ({"chat_format": problem} if problem else {})
 
     def _reason(self, index: int, reason: str | None) -> str | None:
-        called = bool(self._parsers and self._parsers[index].calls)
-        return "tool_calls" if called and reason == "stop" else reason
+        return "tool_calls" if self._readers[index].called and reason == "stop" else reason
 
     def _carries(self, choice: Json) -> bool:
-        return bool(choice["delta"].get("content") or choice["delta"].get("tool_calls"))
+        return bool(choice["delta"])
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> Json | None:
         if not entries:

@@ -110,8 +110,9 @@ def _add_completions(app: FastAPI, front: _Front) -> None:
         """Answer a chat."""
         tools, messages = body.used_tools(), [m.for_template() for m in body.messages]
         front.check_model(body)
-        ids = await run_in_threadpool(front.host.chat_ids, messages, tools)
-        answer = ChatAnswer(*front.head(), body.choices, bool(tools))
+        ids = await run_in_threadpool(front.host.chat_ids, messages, tools, body.reasoning_effort)
+        readers = [front.host.reader(bool(tools)) for _ in range(body.choices)]
+        answer = ChatAnswer(*front.head(), readers)
         return await front.respond(request, body, [ids], answer)
 
     @app.post("/v1/completions", responses=ERRORS, response_model=None)

@@ -8,9 +8,11 @@ from threading import Thread
 
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import GenerationOptions, Runtime
+from dflash_trt.runtime.harmony_codec import HarmonyCodec
 from dflash_trt.runtime.text import Message
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.limits import ServerOptions
+from dflash_trt.serving.openai.readers import HarmonyReader, Reader, TextReader, ToolTextReader
 from dflash_trt.serving.openai.tools import ToolTemplate
 
 
@@ -61,8 +63,22 @@ class EngineHost:
     def answered(self) -> None:
         self.problem = ""
 
-    def chat_ids(self, messages: Sequence[Message], tools: Sequence[object]) -> list[int]:
-        """Token ids of a chat, through the chat template."""
+    def chat_ids(
+        self, messages: Sequence[Message], tools: Sequence[Message], effort: str | None = None
+    ) -> list[int]:
+        """Token ids of a chat, in the model's chat format. effort: of reasoning, where it has one."""
+        codec = self.runtime.codec
+        if isinstance(codec, HarmonyCodec):
+            return codec.chat_ids(messages, tools, effort)
+        if effort is not None:
+            raise InputError("reasoning_effort: this model's chat format takes none")
         if tools and self._tools is not None:
-            return self.runtime.codec.ids(self._tools.render(messages, tools))
-        return self.runtime.prompt_ids(messages)
+            return codec.ids(self._tools.render(messages, tools))
+        return codec.chat_ids(messages)
+
+    def reader(self, tools: bool) -> Reader:
+        """For one choice of an answer to a chat."""
+        codec = self.runtime.codec
+        if isinstance(codec, HarmonyCodec):
+            return HarmonyReader(codec.chat.stream())
+        return ToolTextReader() if tools else TextReader()

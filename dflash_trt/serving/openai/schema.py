@@ -132,6 +132,7 @@ class ChatMessage(Strict):
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
     name: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
     tool_call_id: str | None = None
 
@@ -145,7 +146,7 @@ class ChatMessage(Strict):
         }
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        for key in ("name", "tool_call_id"):
+        for key in ("name", "tool_call_id", "reasoning_content"):
             if getattr(self, key) is not None:
                 message[key] = getattr(self, key)
         return message
@@ -174,6 +175,7 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: StrictBool | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
 
     def wanted_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens

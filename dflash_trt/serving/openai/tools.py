@@ -116,4 +116,8 @@ def _read_call(text: str) -> dict[str, Any] | None:
         return None
     written = arguments if isinstance(arguments, str) else _json(arguments)
     function = {"name": name, "arguments": written}
-    return {"id": f"call_{token_hex(12)}", "type": "function", "function": function}
+    return {"id": call_id(), "type": "function", "function": function}
+
+
+def call_id() -> str:
+    return f"call_{token_hex(12)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,8 @@ from typing import Any
 from dflash_trt.errors import InputError
 
 EFFORTS = ("low", "medium", "high")
-_VOCABULARY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"  # read by the package when it loads an encoding
+VOCABULARY = "o200k_base.tiktoken"
+VOCABULARY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"  # read by the package when it loads an encoding
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,30 @@ class Delta:
     recipient: str
     text: str
 
+    @property
+    def called(self) -> str:
+        """The name of the function that is called; empty where none is."""
+        name = self.recipient.removeprefix("functions.")
+        return name if name != self.recipient else ""
+
+    @property
+    def shown(self) -> bool:
+        """Meant for the user: the answer itself, or what is said before tools are called."""
+        return self.channel == "final" or (self.channel == "commentary" and not self.recipient)
+
+
+def whole_messages(deltas: Iterable[Delta]) -> list[Delta]:
+    """Deltas of one message as one, in the order in which messages began."""
+    whole: dict[int, Delta] = {}
+    for delta in deltas:
+        before = whole[delta.message].text if delta.message in whole else ""
+        whole[delta.message] = replace(delta, text=before + delta.text)
+    return list(whole.values())
+
 
 class HarmonyChat:
     """The encoding, loaded once. `vocabulary`: a folder with `o200k_base.tiktoken`; without it the
-    package fetches that file."""
+    package looks where the variable TIKTOKEN_ENCODINGS_BASE says, or fetches that file."""
 
     def __init__(self, vocabulary: Path | None = None) -> None:
         try:
@@ -49,7 +70,10 @@ class HarmonyChat:
             with _folder(vocabulary):
                 self._encoding = self._library.load_harmony_encoding(name)
         except Exception as error:  # the package raises what its Rust half raises
-            raise InputError(f"the vocabulary o200k_base cannot be loaded ({error})") from error
+            raise InputError(
+                f"the vocabulary o200k_base of the Harmony format cannot be loaded ({error}); set "
+                f"{VOCABULARY_FOLDER} to a folder that holds {VOCABULARY}"
+            ) from error
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -64,7 +88,8 @@ class HarmonyChat:
         date: str = "",
     ) -> list[int]:
         """Tokens up to where the assistant begins. `messages` and `tools` as in the OpenAI chat API;
-        system messages become the developer's instructions; `date` as 2026-01-31."""
+        system messages become the developer's instructions; what was thought (`reasoning_content`)
+        is kept where tools were called; `date` as 2026-01-31."""
         if effort not in EFFORTS:
             raise InputError(f"reasoning effort '{effort}': {', '.join(EFFORTS)} are known")
         lib = self._library
@@ -136,8 +161,8 @@ class HarmonyChat:
     def _assistant(self, message: Mapping[str, Any], text: str, calls: dict[str, str]) -> list[Any]:
         lib, made = self._library, []
         new = lib.Message.from_role_and_content
-        if message.get("reasoning") and message.get("tool_calls"):
-            thought = new(lib.Role.ASSISTANT, str(message["reasoning"]))
+        if message.get("reasoning_content") and message.get("tool_calls"):
+            thought = new(lib.Role.ASSISTANT, str(message["reasoning_content"]))
             made.append(thought.with_channel("analysis"))
         if text:
             made.append(new(lib.Role.ASSISTANT, text).with_channel("final"))
@@ -214,12 +239,12 @@ def _folder(vocabulary: Path | None) -> Iterator[None]:
     if vocabulary is None:
         yield
         return
-    before = os.environ.get(_VOCABULARY_FOLDER)
-    os.environ[_VOCABULARY_FOLDER] = str(vocabulary)
+    before = os.environ.get(VOCABULARY_FOLDER)
+    os.environ[VOCABULARY_FOLDER] = str(vocabulary)
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_VOCABULARY_FOLDER]
+            del os.environ[VOCABULARY_FOLDER]
         else:
-            os.environ[_VOCABULARY_FOLDER] = before
+            os.environ[VOCABULARY_FOLDER] = before

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
-from importlib import metadata
 
 import pytest
 
 from dflash_trt.errors import InputError
-from dflash_trt.serving.harmony import Delta, HarmonyChat, HarmonyStream
+from dflash_trt.runtime.harmony import Delta, HarmonyChat, HarmonyStream, whole_messages
+from tests import o200k
 
-pytest.importorskip("openai_harmony", reason="the extra harmony is not installed")
-
-# The package litellm carries the vocabulary under the SHA-1 of its address, as tiktoken caches it.
-_CACHED = "fb374d419588a4632f3f557e76b4b70aebbca790"
 WEATHER = {
     "type": "function",
     "function": {
@@ -38,23 +33,7 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> HarmonyChat:
-    try:
-        files = metadata.files("litellm") or []
-    except metadata.PackageNotFoundError:
-        pytest.skip("no vocabulary: the package litellm carries it")
-    folder = tmp_path_factory.mktemp("vocabulary")
-    found = next(f for f in files if f.name == _CACHED)
-    shutil.copy(str(found.locate()), folder / "o200k_base.tiktoken")
-    return HarmonyChat(folder)
-
-
-def joined(deltas: Sequence[Delta]) -> list[Delta]:
-    """Deltas of one message as one."""
-    whole: dict[int, Delta] = {}
-    for d in deltas:
-        before = whole[d.message].text if d.message in whole else ""
-        whole[d.message] = Delta(d.message, d.channel, d.recipient, before + d.text)
-    return list(whole.values())
+    return HarmonyChat(o200k.vocabulary(tmp_path_factory.mktemp("vocabulary")))
 
 
 def read(stream: HarmonyStream, tokens: Sequence[int], size: int) -> list[Delta]:
@@ -68,7 +47,7 @@ def read(stream: HarmonyStream, tokens: Sequence[int], size: int) -> list[Delta]
 def test_blocks_of_any_size(chat: HarmonyChat, size: int) -> None:
     """Headers, a tool call, characters of several tokens and the last token inside a block."""
     stream = chat.stream()
-    assert joined(read(stream, chat.encode(ANSWER), size)) == MESSAGES
+    assert whole_messages(read(stream, chat.encode(ANSWER), size)) == MESSAGES
     assert not stream.broken
 
 
@@ -76,7 +55,7 @@ def test_blocks_of_any_size(chat: HarmonyChat, size: int) -> None:
 def test_an_answer_cut_off_in_a_character(chat: HarmonyChat, size: int) -> None:
     """The budget ends inside an emoji: what there is of it is not lost."""
     tokens = chat.encode("<|channel|>final<|message|>ok 🧑‍🚀")
-    (delta,) = joined(read(chat.stream(), tokens[:-1], size))
+    (delta,) = whole_messages(read(chat.stream(), tokens[:-1], size))
     assert delta.text.startswith("ok 🧑")
     assert delta.text.endswith("\N{REPLACEMENT CHARACTER}")
 
@@ -88,7 +67,7 @@ def test_prompt(chat: HarmonyChat) -> None:
         {
             "role": "assistant",
             "content": None,
-            "reasoning": "I need the tool.",
+            "reasoning_content": "I need the tool.",
             "tool_calls": [
                 {"id": "c1", "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'}}
             ],
