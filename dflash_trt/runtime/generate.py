@@ -7,7 +7,7 @@
         print(delta.text, end="")
 
 Methods may be called from any thread. A thread of the runtime's own runs the cycles while there is
-work and ends when there is none.
+work and ends when there is none; a second one makes text meanwhile.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Runtime:
         sink: Callable[[Delta], None],
         generation: Generation | None = None,
     ) -> Request:
-        """Queue a request; `sink` gets its deltas in the runtime's thread. To cancel it, set
+        """Queue a request; `sink` gets its deltas in a thread of the runtime's own. To cancel it, set
         `cancelled`: the slot is free within one cycle and a last delta says so."""
         ids = self._ids(prompt)
         request = Request(ids, options, self.manifest, self.codec, sink, generation)

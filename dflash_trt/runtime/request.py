@@ -61,7 +61,9 @@ class Generation:
 class Request:
     """The life of one request: waiting, prefilling (`slot` is set), decoding, ended.
 
-    Every change is told to `sink`, called from the thread that runs the cycles.
+    Two sides, which may be at work at once: `lane`, `begin` and `advance` are the engines' (`tokens`,
+    `chooser`, counts); `news` makes text of what they took, and alone writes tokens, text and end of
+    `generation`. `sink` is told of every change, from one thread at a time.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Request:
         self.prompt: NDArray[np.int64] = np.asarray(prompt, np.int64)
         self.options, self.sink = options, sink
         self.generation = generation or Generation()
+        self.tokens: list[int] = []  # of the answer, told or not
         self.slot = -1
         self.prefilled = 0
         self.cancelled = False
@@ -86,7 +89,7 @@ class Request:
         self._stop_ids = stop_ids
         self._manifest = manifest
         self._stream, self._finder = codec.stream(prompt), StopFinder(options.stop)
-        self._told_logprobs = 0
+        self._end: tuple[str, int | None] | None = None  # reason and stop id, known, perhaps untold
         self._control = DraftControl() if options.draft and options.adaptive else None
         self._engine_before = 0.0
         self._submitted = self._first_token = perf_counter()
@@ -101,7 +104,13 @@ class Request:
 
     @property
     def ended(self) -> bool:
+        """Its end was told."""
         return self.generation.finish_reason is not None
+
+    @property
+    def complete(self) -> bool:
+        """No more tokens are wanted; the last ones may not have been told yet."""
+        return self.ended or self._end is not None
 
     @property
     def overdue(self) -> bool:
@@ -111,7 +120,7 @@ class Request:
     def lane(self) -> Lane:
         """Its part in the next call; beyond the drafter's positions nothing is drafted."""
         width = self._width()
-        context = len(self.prompt) + max(len(self.generation.tokens) - 1, 0)
+        context = len(self.prompt) + max(len(self.tokens) - 1, 0)
         limit = self._manifest.drafter.config.get("max_positions", self._manifest.capacity)
         if width > 1 and context + width > limit:
             self.generation.drafting = f"off: the drafter ends at {limit} positions"
@@ -155,32 +164,50 @@ class Request:
 
     def end(self, reason: str) -> None:
         """End it from outside: cancelled, or past its deadline."""
-        self._tell((), self._finished(reason))
+        self._end = (reason, None)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> Delta:
         self.generation.finish_reason = "error"
-        self._send(Delta(finish_reason="error", error=error))
-
-    # Tokens
+        return Delta(finish_reason="error", error=error)
 
     def _take(self, committed: Sequence[int], full: bool = False) -> None:
         """Keep committed tokens up to the first end; what comes behind it never was."""
-        kept, text = [], ""
         for token in committed:
             if token in self._stop_ids:
-                text += self._finished("stop", token)
-                break
-            kept.append(token)
-            self.generation.tokens.append(token)
+                self._end = ("stop", token)
+                return
+            self.tokens.append(token)
+            if len(self.tokens) >= self.options.max_tokens:
+                self._end = ("length", None)
+                return
+        if full:
+            self._end = ("length", None)
+
+    # What the client gets
+
+    def news(self) -> Delta:
+        """The tokens taken since the last time, with their text; a stop text in it ends the answer."""
+        g, text = self.generation, ""
+        begin = len(g.tokens)
+        for token in self.tokens[begin:]:
+            g.tokens.append(token)
             text += self._push_text(token)
-            if not self.ended and len(self.generation.tokens) >= self.options.max_tokens:
-                text += self._finished("length")
             if self.ended:
                 break
-        if full and not self.ended:
-            text += self._finished("length")
-        self.generation.metrics.tokens = len(self.generation.tokens)
-        self._tell(tuple(kept), text)
+        if self._end is not None and not self.ended:
+            text += self._finished(*self._end)
+        tokens, logprobs = g.tokens[begin:], self.chooser.logprobs[begin : len(g.tokens)]
+        g.logprobs += logprobs
+        g.text += text
+        g.metrics.tokens = len(g.tokens)
+        return Delta(tuple(tokens), text, tuple(logprobs), g.finish_reason)
+
+    def send(self, delta: Delta) -> None:
+        """A client that cannot be told loses its own request, not the others theirs."""
+        try:
+            self.sink(delta)
+        except Exception:
+            self.cancelled = True
 
     def _push_text(self, token: int) -> str:
         armed = len(self.generation.tokens) >= self.options.min_tokens
@@ -189,29 +216,13 @@ class Request:
             self.generation.finish_reason, self.generation.stop = "stop", stop
         return shown
 
-    def _finished(self, reason: str, stop: int | None = None) -> str:
+    def _finished(self, reason: str, stop: int | None) -> str:
         """Note the end; returns the text that was held back."""
         self.generation.finish_reason, self.generation.stop = reason, stop
         held, found = self._finder.push(self._stream.finish())
         if found is not None:
             self.generation.finish_reason, self.generation.stop = "stop", found
         return held + self._finder.finish()
-
-    def _tell(self, tokens: tuple[int, ...], text: str) -> None:
-        g = self.generation
-        logprobs = self.chooser.logprobs[self._told_logprobs : len(g.tokens)]
-        self._told_logprobs = len(g.tokens)
-        g.logprobs += logprobs
-        g.text += text
-        if tokens or text or self.ended:
-            self._send(Delta(tokens, text, tuple(logprobs), g.finish_reason))
-
-    def _send(self, delta: Delta) -> None:
-        """A client that cannot be told loses its own request, not the others theirs."""
-        try:
-            self.sink(delta)
-        except Exception:
-            self.cancelled = True
 
 
 def check_request(prompt: Sequence[int], options: GenerationOptions, manifest: Manifest) -> None:

@@ -3,18 +3,27 @@
 A step admits waiting requests to free slots in the order they came, runs one piece of one prompt, in
 turn among those being prefilled, and one cycle of everything that decodes. So a long prompt delays
 the others by one piece per cycle, and every slot advances in every cycle.
+
+Telling lags one call behind: while the engines run, a second thread makes text of the tokens of the
+cycle before, looks for stop texts and hands out deltas. Ends that tokens alone decide (end tokens,
+max_tokens, a full cache) are known before the next call. A request that turns out to have ended in
+its text has run one cycle too many by then: its tokens are dropped.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.cycle import Cycle, EnginePair
 from dflash_trt.runtime.metrics import RuntimeMetrics
-from dflash_trt.runtime.request import Request
+from dflash_trt.runtime.request import Delta, Request
+
+_Result = TypeVar("_Result")
 
 
 class QueueFullError(InputError):
@@ -33,6 +42,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._prefilling: deque[Request] = deque()
         self._decoding: list[Request] = []
+        self._untold: dict[Request, None] = {}  # in order; with tokens or an end to tell
+        self._teller = ThreadPoolExecutor(1, "dflash-text")
         self._free = list(range(engines.manifest.max_batch))
 
     @property
@@ -41,7 +52,12 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._arrived or self._waiting or self._prefilling or self._decoding)
+        return bool(self._untold or self._arrived or self._waiting or self._holding)
+
+    @property
+    def _holding(self) -> list[Request]:
+        """Requests that hold a slot."""
+        return [*self._prefilling, *self._decoding]
 
     def submit(self, request: Request) -> None:
         if self.queued >= self._queue_limit:
@@ -60,18 +76,21 @@ class Scheduler:
     def fail(self, error: BaseException) -> None:
         """End everything after an engine's failure."""
         self._waiting.extend(_drained(self._arrived))
-        for request in (*self._waiting, *self._prefilling, *self._decoding):
-            request.fail(error)
-        self._forget_ended()
+        for request in dict.fromkeys((*self._untold, *self._waiting, *self._holding)):
+            if not request.ended:
+                self._send(request, request.fail(error))
+        self._untold.clear()
+        self._forget_complete()
 
     # Parts of a step
 
     def _drop_cancelled(self) -> None:
         self._waiting.extend(_drained(self._arrived))
-        for request in (*self._waiting, *self._prefilling, *self._decoding):
+        for request in (*self._waiting, *self._holding):
             if request.cancelled or request.overdue:
                 request.end("cancelled" if request.cancelled else "deadline")
-        self._forget_ended()
+                self._untold[request] = None
+        self._forget_complete()
 
     def _admit(self) -> None:
         while self._waiting and self._free:
@@ -87,33 +106,58 @@ class Scheduler:
         request.prefilled += len(chunk)
         last = request.prefilled == len(request.prompt)
         self._prefilling.appendleft(request)  # still known if the engine fails
-        token = self._cycle.prefill(request.lane(), chunk, last)
+        lane = request.lane()
+        token = self._run(lambda: self._cycle.prefill(lane, chunk, last))
         self._prefilling.popleft()
         if token is None:
             self._prefilling.append(request)
         else:
             self._decoding.append(request)
             request.begin(token, self._cycle.engine_seconds)
-            self._forget_ended()
+            self._untold[request] = None
+        self._forget_complete()
 
     def _decode(self) -> None:
         if not self._decoding:
+            self._tell()
             return
-        results = self._cycle.step([request.lane() for request in self._decoding])
+        lanes = [request.lane() for request in self._decoding]
+        results = self._run(lambda: self._cycle.step(lanes))
         times = self._cycle.engine_seconds, self._cycle.step_seconds
         for request, result in zip(self._decoding, results, strict=True):
-            self.metrics.count(result)
-            request.advance(result, int(self._engines.context[request.slot]), *times)
-        self._forget_ended()
+            if not request.ended:  # in its text, meanwhile
+                self.metrics.count(result)
+                request.advance(result, int(self._engines.context[request.slot]), *times)
+                self._untold[request] = None
+        self._forget_complete()
 
-    def _forget_ended(self) -> None:
-        """Free the slots of what has ended."""
+    def _run(self, call: Callable[[], _Result]) -> _Result:
+        """A call of the engines, with telling beside it. The engines' side of a request (its slot,
+        its chooser) is the caller's all the time, its text the teller's until this returns."""
+        if not self._untold:
+            return call()
+        telling = self._teller.submit(self._tell)
+        try:
+            return call()
+        finally:
+            telling.result()
+
+    def _tell(self) -> None:
+        for request in list(self._untold):
+            self._send(request, request.news())
+            del self._untold[request]
+
+    def _send(self, request: Request, delta: Delta) -> None:
+        if request.ended:
+            self.metrics.finish(request.generation)
+        request.send(delta)
+
+    def _forget_complete(self) -> None:
+        """Free the slots of what wants no more tokens."""
         for queue in (self._waiting, self._prefilling, self._decoding):
-            ended = [request for request in queue if request.ended]
-            for request in ended:
+            for request in [request for request in queue if request.complete]:
                 queue.remove(request)
                 self._free_slot(request)
-                self.metrics.finish(request.generation)
 
     def _free_slot(self, request: Request) -> None:
         if request.slot >= 0:

@@ -57,7 +57,7 @@ def check_state(toy: ToyPair, scheduler: Scheduler) -> None:
     slots = [request.slot for request in owned]
     assert sorted([*slots, *scheduler._free]) == list(range(toy.manifest.max_batch))
     for request in scheduler._decoding:
-        tokens = [*request.prompt.tolist(), *request.generation.tokens]
+        tokens = [*request.prompt.tolist(), *request.tokens]
         assert toy.context[request.slot] == len(tokens) - 1
         assert toy.cached[request.slot][: len(tokens) - 1] == tokens[:-1]
         assert toy.anchor[request.slot] == tokens[-1]

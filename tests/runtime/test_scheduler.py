@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from threading import Event
 
 import numpy as np
 import pytest
@@ -10,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.runtime.options import GenerationOptions
+from dflash_trt.runtime.request import Delta
 from dflash_trt.runtime.scheduler import QueueFullError, Scheduler
 from tests.runtime.drive import Driven, check_state, run_all
-from tests.runtime.toy import ToyPair, as_engines
+from tests.runtime.toy import ToyCodec, ToyPair, as_engines
 
 VOCAB = 24
 token = st.integers(0, VOCAB - 1)
@@ -126,12 +129,16 @@ def test_random_arrivals_and_cancellations_leave_nothing_behind() -> None:
     finished = scheduler.metrics.finished
     assert finished["cancelled"] > 100
     assert finished["length"] > 100
+    assert finished["stop"] > 50
     assert refused == scheduler.metrics.refused > 10
 
 
 def _wish(random: np.random.Generator) -> GenerationOptions:
     return GenerationOptions(
-        int(random.integers(1, 60)), draft=random.random() < 0.8, ignore_eos=True
+        int(random.integers(1, 60)),
+        draft=random.random() < 0.8,
+        ignore_eos=True,
+        stop=("ab", "q") if random.random() < 0.3 else (),
     )
 
 
@@ -140,6 +147,110 @@ def _matches_greedy(engines: ToyPair, one: Driven) -> None:
     for got in one.generation.tokens:
         assert got == engines.row(tokens).argmax()
         tokens.append(got)
+
+
+# Telling while the engines run
+
+
+class Watched(ToyPair):
+    """Says when a verify call begins, and may be held back in it."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab=VOCAB)
+        self.entered, self.told = Event(), Event()
+        self.waiting = False
+
+    def verify(self, slots: Sequence[int], width: int, logits: bool = False) -> None:
+        self.entered.set()
+        if self.waiting:
+            assert self.told.wait(10), "a delta waits for the engines"
+        super().verify(slots, width, logits)
+
+
+def test_deltas_are_told_while_the_engines_run() -> None:
+    """The first token's delta is handed out between the begin and the end of the first verify."""
+    engines = Watched()
+    scheduler = Scheduler(as_engines(engines))
+    one = Driven(engines, [1], GenerationOptions(30, ignore_eos=True))
+    keep, order = one.request.sink, []
+
+    def sink(delta: Delta) -> None:
+        if engines.waiting:
+            order.append(engines.entered.wait(10))
+        keep(delta)
+        engines.told.set()
+
+    one.request.sink = sink
+    engines.waiting = True
+    scheduler.submit(one.request)
+    scheduler.step()
+    engines.waiting = False
+    assert order == [True]
+    while scheduler.busy:
+        scheduler.step()
+    one.check()
+
+
+def test_a_stop_text_costs_one_cycle_that_does_not_count() -> None:
+    """It is found while the next cycle runs; that one's tokens are dropped, and the slot is free
+    behind it for the request that waits. An end token is known before and costs nothing."""
+    wish = GenerationOptions(40, draft=False, ignore_eos=True)
+    whole = run_all(toy(), [([1], wish)])[0]
+    at = next(i for i in range(5, 40) if whole.tokens[i] not in whole.tokens[:i])
+    for ends, extra in (
+        ({"stop": (whole.text[at],)}, 1),
+        ({"stop_token_ids": (whole.tokens[at],)}, 0),
+        ({"max_tokens": at}, -1),
+    ):
+        engines = toy()
+        scheduler = Scheduler(as_engines(engines))
+        first, second = (Driven(engines, [1], o) for o in (replace(wish, **ends), wish))
+        for one in (first, second):
+            scheduler.submit(one.request)
+        while second.request.slot < 0:
+            scheduler.step()
+            check_state(engines, scheduler)
+        assert engines.calls == at + extra + 1  # the last one is the second request's first
+        assert first.generation.tokens == whole.tokens[: at + (extra == 1)]
+        assert first.generation.metrics.cycles == at - (extra == -1)
+        first.check()
+
+
+def test_what_is_known_at_a_cancellation_is_told() -> None:
+    """Tokens of the last cycle come with the delta that says so."""
+    engines = toy()
+    scheduler = Scheduler(as_engines(engines))
+    one = Driven(engines, [1], GenerationOptions(100, ignore_eos=True))
+    scheduler.submit(one.request)
+    for _ in range(3):
+        scheduler.step()
+    known = list(one.request.tokens)
+    assert len(one.generation.tokens) < len(known)
+    one.request.cancelled = True
+    scheduler.step()
+    assert (one.generation.tokens, one.generation.finish_reason) == (known, "cancelled")
+    one.check()
+
+
+def test_text_that_cannot_be_made_ends_everything_with_its_error() -> None:
+    """Also a request that had its last token already."""
+
+    class Broken(ToyCodec):
+        def push(self, ids: Sequence[int]) -> str:
+            raise RuntimeError("no text")
+
+    engines = toy(slots=2)
+    scheduler = Scheduler(as_engines(engines))
+    both = [Driven(engines, [1], GenerationOptions(most, ignore_eos=True)) for most in (1, 50)]
+    for one in both:
+        one.request._stream = Broken()  # type: ignore[assignment]
+        scheduler.submit(one.request)
+    with pytest.raises(RuntimeError, match="no text") as caught:
+        scheduler.step()
+    scheduler.fail(caught.value)
+    assert not scheduler.busy
+    assert [str(one.deltas[-1].error) for one in both] == ["no text"] * 2
+    assert scheduler.metrics.finished == {"error": 2}
 
 
 # Waiting, fairness, ends from outside

@@ -25,7 +25,7 @@ class Channel(Protocol):
 
 
 class Exchange:
-    """`closed` after the one final response. Deltas arrive in the runtime's thread, where nothing
+    """`closed` after the one final response. Deltas arrive in a thread of the runtime's, where nothing
     may be raised."""
 
     def __init__(self, channel: Channel, batched: bool) -> None:
