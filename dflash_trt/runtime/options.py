@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 from dflash_trt.errors import InputError
 
+# Smaller divisors would make logits overflow.
+SMALLEST_TEMPERATURE = 1e-4
+SMALLEST_PENALTY = 0.01
+
 
 @dataclass(frozen=True)
 class GenerationOptions:
@@ -19,8 +23,9 @@ class GenerationOptions:
     not stop; stop: texts that end the answer and are not part of it; stop_token_ids: further end
     tokens.
 
-    temperature 0 takes the most likely token. top_k 0, top_p 1, min_p 0 keep every token.
-    repetition_penalty divides positive and multiplies negative logits of tokens in prompt or answer;
+    temperature 0 takes the most likely token, and so does one below SMALLEST_TEMPERATURE, which
+    leaves no other. top_k 0, top_p 1, min_p 0 keep every token. repetition_penalty divides positive
+    and multiplies negative logits of tokens in prompt or answer, SMALLEST_PENALTY at least;
     presence_penalty and frequency_penalty are subtracted once, and once per occurrence, for tokens
     of the answer; logit_bias is added, by token id. seed: 0 to 2**64 - 1, None draws one.
     logprobs: None for none, else also the so many most likely tokens of each position, from the
@@ -64,11 +69,16 @@ class GenerationOptions:
             if value is not None and not low <= value <= high:
                 bound = f"{low:g} to {high:g}" if math.isfinite(high) else f"{low:g} or more"
                 raise InputError(f"{name.replace('_', '-')} {value}: must be {bound}")
-        if not (self.top_p > 0 and self.repetition_penalty > 0):
-            raise InputError("top-p and repetition-penalty must be above 0")
+        if not self.top_p > 0:
+            raise InputError("top-p must be above 0")
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
                 raise InputError(f"logit-bias {bias} of token {token}: must be finite")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, and nothing drawn."""
+        return self.temperature < SMALLEST_TEMPERATURE
 
     @property
     def penalised(self) -> bool:
@@ -82,7 +92,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_k", 0, _INF),
     ("top_p", 0, 1),
     ("min_p", 0, 1),
-    ("repetition_penalty", 0, 100),
+    ("repetition_penalty", SMALLEST_PENALTY, 100),
     ("presence_penalty", -100, 100),
     ("frequency_penalty", -100, 100),
     ("seed", 0, 2**64 - 1),

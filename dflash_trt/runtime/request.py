@@ -95,7 +95,7 @@ class Request:
         self._submitted = self._first_token = perf_counter()
         self.chooser = Chooser(prompt, options, stop_ids, manifest.vocab_size)
         self.generation.metrics.prompt_tokens = len(prompt)
-        if options.temperature > 0:
+        if not options.greedy:
             self.generation.seed = self.chooser.seed
         if not options.draft:
             self.generation.drafting = "off: not asked for"

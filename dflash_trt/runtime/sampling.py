@@ -157,13 +157,13 @@ class Chooser:
         """False where the arg max in the graph is the answer: greedy, nothing to process."""
         o = self._options
         unbanned = self._generated >= o.min_tokens or not len(self._stop_ids)
-        plain = not (o.temperature or o.penalised or o.logit_bias) and o.logprobs is None
+        plain = o.greedy and not (o.penalised or o.logit_bias) and o.logprobs is None
         return not (plain and unbanned)
 
     def choose(self, row: NDArray[np.float32]) -> int:
         """The next token from the logits [V] behind all tokens so far."""
         logits = self._processed(row)
-        if self._options.temperature == 0:
+        if self._options.greedy:
             token = int(logits.argmax())
         else:
             number = uniform(self.seed, self._prompt_tokens + self._generated)

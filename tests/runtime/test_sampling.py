@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dflash_trt.errors import InputError
 from dflash_trt.runtime.acceptance import commit_block
-from dflash_trt.runtime.options import GenerationOptions
+from dflash_trt.runtime.options import SMALLEST_PENALTY, SMALLEST_TEMPERATURE, GenerationOptions
 from dflash_trt.runtime.sampling import (
     Chooser,
     History,
@@ -274,6 +275,22 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert entry.logprob == pytest.approx(expected[0], abs=1e-6)
     assert [t for t, _ in entry.top] == [2, 1]
     assert entry == token_logprobs(row.astype(np.float64), 0, 2)
+
+
+def test_divisors_that_vanish() -> None:
+    """A temperature near 0 is greedy; what is allowed keeps logits finite; the rest is refused."""
+    row = np.array([-9e4, 8e4, 9e4, 1.0], np.float32)
+    tiny = Chooser([0], GenerationOptions(temperature=1e-300), (), 4)
+    assert not tiny.needs_logits
+    assert tiny.choose(row) == 2
+    least = GenerationOptions(temperature=SMALLEST_TEMPERATURE, repetition_penalty=SMALLEST_PENALTY)
+    assert not least.greedy
+    chooser = Chooser([0, 1], least, (), 4)
+    ids, p = distribution(chooser._processed(row), least)
+    assert dict(zip(ids.tolist(), p.tolist(), strict=True))[1] == pytest.approx(1.0)
+    for value in (0.0, 1e-300, 101.0):
+        with pytest.raises(InputError, match=rf"repetition-penalty {value}: must be 0.01 to 100"):
+            GenerationOptions(repetition_penalty=value)
 
 
 # Randomness

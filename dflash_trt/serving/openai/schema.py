@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StringConstraints
 
 from dflash_trt.errors import InputError
-from dflash_trt.runtime.options import GenerationOptions
-from dflash_trt.serving.bounds import SMALLEST_PENALTY, usable_temperature
+from dflash_trt.runtime.options import SMALLEST_PENALTY, GenerationOptions
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
@@ -89,8 +88,7 @@ class Sampling(Strict):
             for name in _SAME_NAME
             if getattr(self, name) is not None
         }  # fmt: skip
-        asked = 1.0 if self.temperature is None else self.temperature
-        values["temperature"] = usable_temperature(asked)
+        values["temperature"] = 1.0 if self.temperature is None else self.temperature
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return GenerationOptions(
             max_tokens=max_tokens,

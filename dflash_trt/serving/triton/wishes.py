@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import GenerationOptions, Runtime
-from dflash_trt.serving.bounds import SMALLEST_PENALTY, usable_temperature
 
 Tensors = Mapping[str, NDArray[Any]]
 _SAMPLING = {
@@ -150,17 +149,9 @@ def _options(row: Row, logprobs: bool) -> GenerationOptions:
         del values["top_p"]
     if "temperature" not in values and _samples(values):
         values["temperature"] = 1.0
-    _bound(values)
     if logprobs:
         values.setdefault("logprobs", 0)
     return GenerationOptions(stop=tuple(stops), stop_token_ids=tuple(ends), **values)
-
-
-def _bound(values: dict[str, Any]) -> None:
-    if "temperature" in values:
-        values["temperature"] = usable_temperature(values["temperature"])
-    if values.get("repetition_penalty", 1) < SMALLEST_PENALTY:
-        raise InputError(f"repetition_penalty: must be {SMALLEST_PENALTY} or more")
 
 
 def _samples(values: Mapping[str, Any]) -> bool:
