@@ -62,10 +62,14 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def split(store: FeatureStore, recipe: Recipe) -> tuple[list[Sequence], list[Sequence]]:
-    """(train, held out): by prompt, so that no answer to a held-out prompt is trained on."""
+    """(train, held out): by prompt, so that no answer to a held-out prompt is trained on; what is
+    trained on stands there as often as the recipe repeats its domain."""
     usable = [s for s in store if len(anchor_range(s))]
     held = [s for s in usable if s.prompt % recipe.held_out == recipe.held_out - 1]
     train = [s for s in usable if s.prompt % recipe.held_out != recipe.held_out - 1]
+    if foreign := sorted(set(recipe.repeat) - {s.domain for s in usable}):
+        raise InputError(f"recipe: repeat names domains without answers: {', '.join(foreign)}")
+    train = [s for s in train for _ in range(recipe.repeat.get(s.domain, 1))]
     if not train:
         raise InputError(f"{store.folder} leaves no sequence to train on")
     return train, held

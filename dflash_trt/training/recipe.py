@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Recipe:
     negatives: int = 2048  # unseen tokens drawn into the loss each step; 0: seen tokens only
     full_vocabulary: bool = False
     held_out: int = 50  # every n-th prompt is kept for measuring
+    repeat: Mapping[str, int] = field(default_factory=dict)  # domain -> times in each epoch
     bf16: bool = True
     compile: bool = False  # fuse the step with torch.compile: minutes to start, then faster
     start: str = ""  # a drafter folder to go on from; empty: the target's last layers
@@ -66,6 +68,9 @@ class Recipe:
                 raise RecipeError(f"recipe: {name} must lie in 0..1, got {getattr(self, name)}")
         if self.slots and not 2 <= self.slots <= self.block:
             raise RecipeError(f"recipe: slots must lie in 2..block, got {self.slots}")
+        for domain, times in self.repeat.items():
+            if not isinstance(times, int) or times < 0:
+                raise RecipeError(f"recipe: repeat of '{domain}' must be 0 or more, got {times}")
         if self.held_out < 2:
             raise RecipeError(f"recipe: held_out must be at least 2, got {self.held_out}")
 
@@ -90,7 +95,15 @@ def load_recipe(path: Path) -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """TOML text that :func:`load_recipe` reads back to an equal recipe."""
-    return "".join(f"{k} = {json.dumps(v)}\n" for k, v in asdict(recipe).items())
+    return "".join(f"{k} = {_toml(v)}\n" for k, v in asdict(recipe).items())
+
+
+def _toml(value: Any) -> str:
+    """JSON, which TOML reads but for the colons of tables."""
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items())
+        return f"{{{pairs}}}"
+    return json.dumps(value)
 
 
 def resolve_taps(recipe: Recipe, count: int, target_layers: int) -> Recipe:

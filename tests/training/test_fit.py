@@ -93,6 +93,16 @@ def test_held_out_prompts_are_never_trained_on(tmp_path):
     assert not {s.prompt for s in train} & {s.prompt for s in held}
 
 
+def test_domains_are_repeated_as_the_recipe_says(tmp_path):
+    store = toy.store(tmp_path)
+    once, held = split(store, toy.recipe())
+    thrice, held_too = split(store, toy.recipe(repeat={"cycle": 3}))
+    assert [s.prompt for s in thrice] == [s.prompt for s in once for _ in range(3)]
+    assert held_too == held
+    with pytest.raises(InputError, match="domains without answers: poetry"):
+        split(store, toy.recipe(repeat={"poetry": 2}))
+
+
 def test_going_on_from_a_drafter_of_another_shape_is_refused(tmp_path):
     out = tmp_path / "run"
     fit(trainer(tmp_path / "a", steps=1), FitOptions(out))

@@ -61,7 +61,7 @@ def test_prompts_files(tmp_path):
 
 
 def test_a_recipe_survives_its_file(tmp_path):
-    recipe = Recipe(taps=(1, 2), mask_token=4, optimizer="muon", start='a "b"')
+    recipe = Recipe(taps=(1, 2), mask_token=4, optimizer="muon", start='a "b"', repeat={"a b": 2})
     path = tmp_path / "r.toml"
     path.write_text(dump_recipe(recipe))
     assert load_recipe(path) == recipe
@@ -76,6 +76,7 @@ def test_a_recipe_survives_its_file(tmp_path):
         ("block = 1", "block must be at least 2, got 1"),
         ("reveal = 2.0", "reveal must lie in 0..1, got 2.0"),
         ("held_out = 1", "held_out must be at least 2, got 1"),
+        ("repeat = {code = -1}", "repeat of 'code' must be 0 or more, got -1"),
         ("steps =", "is not TOML"),
     ],
 )
