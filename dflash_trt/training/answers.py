@@ -12,7 +12,8 @@ from dflash_trt.errors import InputError
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the target: ``prompt`` is the line number in the prompts file."""
+    """One answer of the target: ``prompt`` is the line number in the prompts file; no ``ids`` where
+    what it said is not worth learning."""
 
     prompt: int
     sample: int

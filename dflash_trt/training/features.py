@@ -40,7 +40,7 @@ def write_features(
     """Store every answer that the store lacks; returns how many were added."""
     with StoreWriter(folder, meta) as writer:
         done = writer.done()
-        todo = [a for a in read_answers(answers) if (a.prompt, a.sample) not in done]
+        todo = [a for a in read_answers(answers) if a.ids and (a.prompt, a.sample) not in done]
         for number, answer in enumerate(todo, 1):
             text = np.asarray(answer.prompt_ids + answer.ids, np.int32)
             features, greedy = engine.read(text.tolist(), len(answer.prompt_ids) - 1)

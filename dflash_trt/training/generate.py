@@ -38,6 +38,9 @@ class Job:
     domain: str
     ids: tuple[int, ...]
 
+    def answered(self, ids: Sequence[int]) -> Answer:
+        return Answer(self.prompt, self.sample, self.domain, self.ids, tuple(ids))
+
 
 @dataclass(frozen=True)
 class GenerateOptions:
@@ -76,17 +79,13 @@ class _Slot:
     def useless(self) -> bool:
         return len(self.ids) % LOOK_FOR_LOOPS == 0 and loops(self.ids)
 
-    def answer(self) -> Answer | None:
-        if loops(self.ids) or len(self.ids) < self.options.min_tokens:
-            return None
-        job = self.job
-        return Answer(job.prompt, job.sample, job.domain, job.ids, tuple(self.ids))
+    def answer(self) -> Answer:
+        useful = not loops(self.ids) and len(self.ids) >= self.options.min_tokens
+        return self.job.answered(self.ids if useful else ())
 
 
-def answers(
-    engine: Engine, jobs: Sequence[Job], options: GenerateOptions
-) -> Iterator[Answer | None]:
-    """One item per job as it ends; None where the answer loops or is too short."""
+def answers(engine: Engine, jobs: Sequence[Job], options: GenerateOptions) -> Iterator[Answer]:
+    """One for each job as it ends, without tokens where they loop or are too few."""
     waiting = deque(jobs)
     active: list[_Slot | None] = [None] * engine.slots
     tokens = np.zeros(engine.slots, np.int64)
@@ -110,24 +109,24 @@ def _fill(
     active: list[_Slot | None],
     tokens: NDArray[np.int64],
     options: GenerateOptions,
-) -> Iterator[None]:
+) -> Iterator[Answer]:
     """Give every free slot a job; a prompt that leaves no room for an answer is passed over."""
     for i in range(len(active)):
         while waiting and active[i] is None:
             job = waiting.popleft()
             if len(job.ids) + options.max_tokens > engine.capacity:
-                yield None
+                yield job.answered(())
                 continue
             slot = _Slot(job, options)
             tokens[i] = slot.take(engine.prefill(i, job.ids))
             if slot.finished:
-                yield None
+                yield slot.answer()
             else:
                 active[i] = slot
 
 
 def pending(jobs: Sequence[Job], path: Path) -> list[Job]:
-    """Jobs without an answer in the file; those that gave nothing are tried again."""
+    """Jobs that the file does not know yet."""
     done = {(a.prompt, a.sample) for a in read_answers(path)} if path.is_file() else set()
     return [j for j in jobs if (j.prompt, j.sample) not in done]
 
@@ -139,15 +138,15 @@ def generate(
     path: Path,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Append the missing answers to ``path``; returns how many were kept. Killed, it goes on."""
+    """Append the missing answers to ``path``; returns how many are worth learning from. Killed, it
+    goes on."""
     _drop_torn_line(path)
     left, kept = pending(jobs, path), 0
     with path.open("a") as file:
         for done, answer in enumerate(answers(engine, left, options), 1):
-            if answer is not None:
-                file.write(answer_line(answer))
-                file.flush()
-                kept += 1
+            file.write(answer_line(answer))
+            file.flush()
+            kept += bool(answer.ids)
             report(done, len(left))
     return kept
 

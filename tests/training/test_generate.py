@@ -51,7 +51,7 @@ def jobs(count: int = 12) -> list[Job]:
 
 def made(path, slots: int, some=None) -> dict:
     generate(FakeEngine(slots), some or jobs(), OPTIONS, path)
-    return {(a.prompt, a.sample): a.ids for a in read_answers(path)}
+    return {(a.prompt, a.sample): a.ids for a in read_answers(path) if a.ids}
 
 
 def test_answers_do_not_depend_on_the_batch(tmp_path):
@@ -78,6 +78,14 @@ def test_a_killed_run_goes_on(tmp_path):
 def test_a_prompt_without_room_for_an_answer_is_passed_over(tmp_path):
     long = Job(99, 0, "x", tuple(range(1, 38)))
     assert (99, 0) not in made(tmp_path / "a", 2, [long, *jobs(2)])
+
+
+def test_what_gave_nothing_is_not_tried_again(tmp_path):
+    path = tmp_path / "a"
+    assert len(made(path, 4)) < len(jobs())  # some are too short
+    before = path.read_text()
+    assert generate(FakeEngine(4), jobs(), OPTIONS, path) == 0
+    assert path.read_text() == before
 
 
 def test_temperature_must_be_positive():
