@@ -2,8 +2,9 @@
 
 Weights are bound once to all plans. What one plan writes the next one reads on the device: features
 from verify to draft, tokens and lengths from draft to verify. The host sends three integers per slot
-before a cycle and reads back accepted counts, anchors and the block's tokens behind it. After their
-first run, draft and verify of a batch size are played as CUDA graphs.
+before a cycle and reads back accepted counts, anchors and the block's tokens behind it. Logits stay on
+the device, but for the rows that a sampled request reads. After their first run, draft and verify of a
+batch size are played as CUDA graphs.
 
 A call runs the slots 0 .. n-1 that cover the ones asked for. What an idle slot computes is written
 behind its context, where its next call overwrites it, and its results are not read.
@@ -30,11 +31,32 @@ from dflash_trt.lowering.tensorrt.plan import Binding
 
 BYTES = {"FLOAT": 4, "HALF": 2, "BF16": 2, "FP8": 1, "E8M0": 1, "INT32": 4, "INT64": 8, "BOOL": 1}
 SCRATCH = "scratch"
+FLOATS = {"FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16}
+
+
+class DeviceLogits:
+    """Logits of the last call, [B, W, V] on the device. A row is copied to the host when it is read:
+    a sampled request reads as many as it commits tokens, a greedy one reads none."""
+
+    def __init__(self, stream: Stream, address: int, binding: Binding, slots: Sequence[int]) -> None:
+        """`slots`: where the sequence of each lane lies in the batch that was run."""
+        self._stream, self._address, self._slots = stream, address, list(slots)
+        self._rows, self._vocab = binding.shape[1:]
+        self._dtype = np.dtype(FLOATS[binding.dtype])
+
+    def __getitem__(self, at: tuple[int, int]) -> np.ndarray:
+        """The row [V] fp32 of a lane."""
+        lane, row = at
+        found = np.empty(self._vocab, self._dtype)
+        offset = (self._slots[lane] * self._rows + row) * found.nbytes
+        self._stream.download(found, self._address + offset)
+        self._stream.wait()
+        return found.astype(np.float32)
 
 
 class TensorRTPair:
     """Target and drafter of one engine directory, with `manifest.max_batch` slots (see
-    `runtime.cycle.EnginePair`). Logits stay on the device: it decides greedily."""
+    `runtime.cycle.EnginePair`). It decides greedily on the device, and hands out logits."""
 
     def __init__(self, path: Path, verify: bool = True, graphs: bool = True) -> None:
         """`graphs`: play draft and verify as CUDA graphs."""
@@ -52,7 +74,7 @@ class TensorRTPair:
         self.context, self._pending = (np.zeros(slots, np.int32) for _ in range(2))
         self.anchor = np.zeros(slots, np.int64)
         self.tokens, self.accepted = np.zeros((1, 1), np.int64), np.zeros(1, np.int32)
-        self.logits = np.zeros((0, 0, 0), np.float32)
+        self._leave_logits("target.prefill", [0])
 
     # -- loading
 
@@ -151,7 +173,6 @@ class TensorRTPair:
 
     def prefill(self, slot: int, chunk: np.ndarray, inject: bool, logits: bool = False) -> None:
         """Run `chunk` [S] int64 behind the slot's context, S <= prefill_chunk; all of it counts."""
-        _refuse_logits(logits)
         size = len(chunk)
         padded = np.full(self.prefill_chunk, self.manifest.mask_id, np.int64)
         padded[:size] = chunk
@@ -165,6 +186,7 @@ class TensorRTPair:
         self.context[slot] += size
         self.anchor[slot], self._pending[slot] = self._anchors[0], 0
         self.tokens, self.accepted = chunk[None], np.array([size], np.int32)
+        self._leave_logits("target.prefill", [0])
 
     def draft(self, slots: Sequence[int], count: int) -> None:
         """Inject what the last verify left of each slot and draft `count` tokens (0: inject; the
@@ -190,7 +212,6 @@ class TensorRTPair:
 
     def verify(self, slots: Sequence[int], width: int, logits: bool = False) -> None:
         """Run the drafted block of each slot; width 1 runs the anchors alone."""
-        _refuse_logits(logits)
         batch, block = max(slots) + 1, self.manifest.block
         if width not in (1, self.manifest.drafted + 1, block):
             raise InputError(f"this engine verifies blocks of {block} tokens, not of {width}")
@@ -212,6 +233,12 @@ class TensorRTPair:
         self.tokens, self.accepted = tokens[chosen, :width], self._counts[chosen]
         self._pending[chosen], self.anchor[chosen] = self._counts[chosen], self._anchors[chosen]
         self.context[chosen] += self._counts[chosen]
+        self._leave_logits(plan, chosen)
+
+    def _leave_logits(self, plan: str, slots: Sequence[int]) -> None:
+        """Whether they were asked for or not: they are copied row by row, when they are read."""
+        (binding,) = (b for b in self._reports[plan].bindings if b.name == "logits")
+        self.logits = DeviceLogits(self.stream, self.memory["logits"], binding, slots)
 
     def _keep_step_features(self, slots: Sequence[int]) -> None:
         """A step leaves one row of features per slot; the draft call wants them a block apart."""
@@ -279,11 +306,4 @@ def check_capability(path: Path, built: Sequence[int], here: int) -> None:
         raise InputError(
             f"{path}: was built for compute capability {names}, this GPU has {here / 10:.1f}; "
             f"build it with --compute-capability {here / 10:.1f}"
-        )
-
-
-def _refuse_logits(logits: bool) -> None:
-    if logits:
-        raise InputError(
-            "the TensorRT engine decides greedily on the device; sampling needs --backend cpu"
         )

@@ -2,7 +2,7 @@
 
 Plans of a pair, all of the two source graphs that lie in `source/`:
 
-    target.verify    the hot path: `block` tokens, logits of each
+    target.verify    the hot path: `block` tokens, logits of each (sampled requests read them)
     target.prefill   a chunk of a prompt, logits of one row
     target.step      one token (only where asked for: the autoregressive baseline)
     drafter.draft    injects up to `block` rows and drafts a block
@@ -156,7 +156,7 @@ def pair_plans(
     block, chunk = options.block, own.chunk
     caches = [o.name for o in target.model.graph.output if o.name.endswith(".out")]
     draft_caches = [o.name for o in drafter.model.graph.output if o.name.endswith(".out")]
-    verified = ["accepted", "anchor", "context", "features", *caches]
+    verified = ["accepted", "anchor", "context", "features", "logits", *caches]
     shapes: dict[str, tuple[SourceGraph, list[str], dict[str, int | Range]]] = {
         "target.verify": (target, verified, {"S": block, "W": block}),
         "target.prefill": (target, verified, {"S": chunk, "W": 1}),

@@ -15,11 +15,17 @@ from dflash_trt.runtime.acceptance import clip_block, commit_block
 from dflash_trt.runtime.sampling import Chooser
 
 
+class LogitRows(Protocol):
+    """Logits of the last verify: an array [B, W, V], or what fetches a row when it is asked for."""
+
+    def __getitem__(self, at: tuple[int, int], /) -> NDArray[np.float32]: ...
+
+
 class EnginePair(Protocol):
     """What the runtime knows of a pair of engines; see `engines.onnxruntime.OnnxRuntimePair`.
 
     By slot: context (cached tokens), anchor (the token behind them). Of the last verify, in the
-    order of its slots: tokens [B, W], accepted [B], logits [B, W, V] where they were asked for.
+    order of its slots: tokens [B, W], accepted [B], logits[b, w] [V] where they were asked for.
     """
 
     manifest: Manifest
@@ -28,8 +34,9 @@ class EnginePair(Protocol):
     anchor: NDArray[np.int64]
     tokens: NDArray[np.int64]
     accepted: NDArray[np.int32]
-    logits: NDArray[np.float32]
 
+    @property
+    def logits(self) -> LogitRows: ...
     @property
     def cache_bytes(self) -> int: ...
     def release(self, slot: int) -> None: ...
@@ -116,8 +123,9 @@ class Cycle:
         drafts, accepted = e.tokens[index, 1:].tolist(), int(e.accepted[index])
         anchor = int(e.anchor[lane.slot])
         if chooser.needs_logits:
-            rows = e.logits[index]
-            committed = commit_block(drafts[: lane.width - 1], lambda j: chooser.choose(rows[j]))
+            committed = commit_block(
+                drafts[: lane.width - 1], lambda row: chooser.choose(e.logits[index, row])
+            )
         else:
             committed = clip_block(accepted, drafts, anchor, lane.width)
             for token in committed:

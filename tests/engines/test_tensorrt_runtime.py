@@ -7,25 +7,27 @@ addresses that the engine has bound. What is left untested here is TensorRT itse
 from __future__ import annotations
 
 import ctypes
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 
-from dflash_trt.checkpoints import open_drafter, open_target
 from dflash_trt.engines import cuda, tensorrt
 from dflash_trt.engines.build import BuildOptions, build_cpu
 from dflash_trt.engines.onnxruntime import OnnxRuntimePair
 from dflash_trt.engines.tensorrt import TensorRTPair, check_capability
-from dflash_trt.engines.tensorrt_directory import TensorRTOptions, build_tensorrt, read_plans
+from dflash_trt.engines.tensorrt_directory import TensorRTOptions, read_plans
 from dflash_trt.errors import InputError
-from tests.tiny import tiny_drafter, tiny_target
+from dflash_trt.runtime.options import GenerationOptions
+from dflash_trt.runtime.request import Request
+from dflash_trt.runtime.scheduler import Scheduler
+from dflash_trt.runtime.text import TextCodec
+from tests.engines.conftest import BLOCK, CHUNK, SLOTS
 
 pytest.importorskip("tensorrt_rtx", reason="pip install 'dflash-trt[tensorrt-rtx]'")
 
-BLOCK, CHUNK, SLOTS = 4, 8, 2
 TYPES = {"FLOAT": np.float32, "INT32": np.int32, "INT64": np.int64}
 
 
@@ -55,10 +57,14 @@ class HostMemory(cuda.Memory):
 class HostStream:
     handle = 0
 
+    def __init__(self):
+        self.downloads = []
+
     def upload(self, address, array):
         ctypes.memmove(address, array.ctypes.data, array.nbytes)
 
     def download(self, array, address):
+        self.downloads.append(array.shape)
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
     def copy_rows(self, to, pitch, source, width, rows):
@@ -115,41 +121,28 @@ class SourceContext:
         return np.zeros(shape, kinds[value.type])
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return (
-        open_target(tiny_target(folder / "target")),
-        open_drafter(tiny_drafter(folder / "drafter")),
-    )
+@pytest.fixture
+def folder(tiny_plans):
+    return tiny_plans["bf16"]
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints, tmp_path_factory):
-    options = BuildOptions("tiny", block=BLOCK, precision="bf16", max_seq_len=64, max_batch=SLOTS)
-    out = tmp_path_factory.mktemp("engine") / "tiny"
-    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=CHUNK, step=True)
-    build_tensorrt(*checkpoints, options, own, out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def cpu(checkpoints, tmp_path_factory):
+def cpu(tiny_checkpoints, tmp_path_factory):
     options = BuildOptions("tiny", block=BLOCK, precision="fp32", max_seq_len=64, max_batch=SLOTS)
     out = tmp_path_factory.mktemp("engine") / "cpu"
-    build_cpu(*checkpoints, options, out)
+    build_cpu(*tiny_checkpoints, options, out)
     return OnnxRuntimePair(out, threads=1)
 
 
 @pytest.fixture
-def gpu(folder, cpu, checkpoints, monkeypatch):
+def gpu(folder, cpu, tiny_checkpoints, monkeypatch):
     """The pair over stand-ins, in fp32 so that it can be compared with the CPU engine exactly."""
     content = read_plans(folder)
     reports = {
-        name: dataclasses.replace(
+        name: replace(
             report,
             bindings=tuple(
-                dataclasses.replace(b, dtype="FLOAT") if b.dtype == "BF16" else b
+                replace(b, dtype="FLOAT") if b.dtype == "BF16" else b
                 for b in report.bindings
             ),
         )
@@ -160,7 +153,7 @@ def gpu(folder, cpu, checkpoints, monkeypatch):
     monkeypatch.setattr(tensorrt, "Memory", HostMemory)
     monkeypatch.setattr(tensorrt, "Stream", HostStream)
     monkeypatch.setattr(
-        TensorRTPair, "_load", lambda self, trt, path: stand_in(self, path, checkpoints)
+        TensorRTPair, "_load", lambda self, trt, path: stand_in(self, path, tiny_checkpoints)
     )
     return TensorRTPair(folder)
 
@@ -247,13 +240,57 @@ def test_single_steps_then_cycles_and_an_overruled_commit(gpu, cpu):
     assert results[0] == results[1]
 
 
+SAMPLED = GenerationOptions(10, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
+REQUESTS = {
+    "sampled": [SAMPLED],
+    "two of a kind": [SAMPLED, replace(SAMPLED, seed=6)],
+    "greedy beside sampled": [GenerationOptions(10, ignore_eos=True), SAMPLED],
+    "step by step": [replace(SAMPLED, draft=False)],
+    "penalties": [GenerationOptions(10, repetition_penalty=1.5, logprobs=2, ignore_eos=True)],
+}
+
+
+def answers(pair, folder, options):
+    """Requests that run at the same time, to their ends."""
+    for slot in range(SLOTS):
+        pair.release(slot)
+    codec, scheduler = TextCodec(folder, pair.manifest.chat_arguments), Scheduler(pair)
+    requests = [
+        Request(prompt, own, pair.manifest, codec, lambda delta: None)
+        for prompt, own in zip(PROMPTS, options, strict=False)
+    ]
+    for request in requests:
+        scheduler.submit(request)
+    while scheduler.busy:
+        scheduler.step()
+    return [request.generation for request in requests]
+
+
+@pytest.mark.parametrize("options", REQUESTS.values(), ids=REQUESTS)
+def test_sampled_requests_get_what_the_cpu_engine_gives_them(gpu, cpu, folder, options):
+    found, wanted = (answers(pair, folder, options) for pair in (gpu, cpu))
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.tokens == theirs.tokens
+        assert len(mine.tokens) == 10
+        for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
+            np.testing.assert_allclose(a.logprob, b.logprob, atol=1e-4)
+
+
+def test_logits_cross_the_bus_row_by_row_and_for_sampled_requests_only(gpu, folder):
+    row = (gpu.manifest.vocab_size,)
+    answers(gpu, folder, REQUESTS["greedy beside sampled"][:1])
+    assert row not in gpu.stream.downloads
+    (sampled,) = answers(gpu, folder, [SAMPLED])
+    committed = 1 + sampled.metrics.committed  # the first token is the prefill's
+    assert gpu.stream.downloads.count(row) == committed
+    assert not any(gpu.manifest.vocab_size in shape[1:] for shape in gpu.stream.downloads)
+
+
 def test_what_the_plans_cannot_do_is_refused(gpu):
     with pytest.raises(InputError, match="drafts 3 tokens, not 2"):
         gpu.draft([0], 2)
     with pytest.raises(InputError, match="blocks of 4 tokens, not of 3"):
         gpu.verify([0], 3)
-    with pytest.raises(InputError, match="greedily"):
-        gpu.verify([0], BLOCK, logits=True)
     del gpu._reports["target.step"]
     with pytest.raises(InputError, match="--step"):
         gpu.verify([0], 1)

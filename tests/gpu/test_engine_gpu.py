@@ -65,3 +65,19 @@ def test_speculative_equals_autoregressive_and_graphs_change_nothing(engines):
     assert generate(played, prompt, 6) == drafted
     steps = generate(played, prompt, len(drafted), width=1)
     assert steps[: len(drafted)] == drafted
+
+
+def test_logits_rows_are_those_of_the_cpu_engine(engines):
+    """After a prefill and after a verify; bf16 against fp32."""
+    from dflash_trt.engines.tensorrt import TensorRTPair
+
+    folder, cpu = engines
+    gpu, rows = TensorRTPair(folder), []
+    for pair in (gpu, cpu):
+        pair.release(1)
+        pair.prefill(1, np.arange(3, 10, dtype=np.int64), inject=True, logits=True)
+        found = [np.array(pair.logits[0, 0])]
+        pair.draft([1], BLOCK - 1)
+        pair.verify([1], BLOCK, logits=True)
+        rows.append([*found, np.array(pair.logits[0, 0])])
+    np.testing.assert_allclose(rows[0], rows[1], atol=0.15)
