@@ -7,6 +7,7 @@ enum and signature can be compared with `tensorrt_rtx`, which the rest of the te
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -52,6 +53,17 @@ OBJECTS = {
     "parser": "OnnxParser",
     "attention": "IAttention",
     "context": "IExecutionContext",
+    "runtime": "Runtime",
+    "engine": "ICudaEngine",
+    "layer": "*Layer",  # of some kind: which one, the interpreter of networks shows
+}
+# Functions of ours whose text arguments are members of an enum.
+WORDS = {
+    "elementwise": "ElementWiseOperation",
+    "_binary": "ElementWiseOperation",
+    "unary": "UnaryOperation",
+    "reduce": "ReduceOperation",
+    "cast": "DataType",
 }
 PROBE = """
 import json, sys, types
@@ -60,6 +72,10 @@ import importlib
 trt = importlib.import_module(package)
 def find(chain):
     thing = trt
+    kind, _, rest = chain.partition(".")
+    if kind == "*Layer":
+        kinds = [k for k in dir(trt) if k.endswith("Layer") and hasattr(getattr(trt, k), rest)]
+        return getattr(getattr(trt, kinds[0]), rest) if kinds else None
     for part in chain.split("."):
         if not hasattr(thing, part):
             return None
@@ -75,21 +91,39 @@ print(json.dumps(found))
 
 def used_names() -> list[str]:
     """Attribute chains of the module that our sources use, such as `DataType.BF16`."""
-    names = set()
+    names = {f"DataType.{n}" for n in ("FP8", "FP4", "E8M0", "BF16", "INT64", "INT32", "BOOL")}
     for path in SOURCES:
-        text = path.read_text()
-        names |= set(re.findall(r"\btrt\.([A-Z]\w*(?:\.[A-Z_0-9a-z]+)?)", text))
-        for variable, kind in OBJECTS.items():
-            if path.name == "writer.py" and variable == "attention":
-                continue  # a module of ours
-            calls = re.findall(rf"\b{variable}\.([a-z]\w*)\b", text)
-            names |= {f"{kind}.{call}" for call in calls}
-    operations = re.compile(r'"(SUM|SUB|PROD|DIV|MIN|MAX|LESS|GREATER|AND|OR)"')
-    text = "".join(path.read_text() for path in SOURCES)
-    names |= {f"ElementWiseOperation.{name}" for name in operations.findall(text)}
-    names |= {f"DataType.{n}" for n in ("FP8", "FP4", "E8M0", "BF16", "INT64", "INT32", "BOOL")}
-    names |= {f"UnaryOperation.{n}" for n in ("SQRT", "RECIP")}
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        ours = {alias.asname or alias.name for n in nodes for alias in imported(n)}
+        for node in nodes:
+            names |= attributes(node, ours) | members(node)
     return sorted(names - IGNORED)
+
+
+def imported(node: ast.AST) -> list[ast.alias]:
+    return node.names if isinstance(node, ast.ImportFrom | ast.Import) else []
+
+
+def attributes(node: ast.AST, ours: set[str]) -> set[str]:
+    """`trt.DataType.BF16` and `net.definition.add_cast`, by the classes they belong to."""
+    if not isinstance(node, ast.Attribute):
+        return set()
+    parts = [part.partition("(")[0] for part in ast.unparse(node).split(".")]
+    for index, part in enumerate(parts[:-1]):
+        if part == "trt" and parts[index + 1][0].isupper():
+            return {".".join(parts[index + 1 : index + 3])}
+        if part in OBJECTS and not (index == 0 and part in ours):
+            return {f"{OBJECTS[part]}.{parts[index + 1]}"}
+    return set()
+
+
+def members(node: ast.AST) -> set[str]:
+    """`net.elementwise(a, b, "SUM")` uses `ElementWiseOperation.SUM`."""
+    if not isinstance(node, ast.Call):
+        return set()
+    kind = WORDS.get(ast.unparse(node.func).split(".")[-1])
+    texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return {f"{kind}.{text}" for text in texts} if kind else set()
 
 
 # How TensorRT-RTX is told what to compile for; the full package compiles for the GPU it runs on.
@@ -133,7 +167,7 @@ def signatures(doc: str) -> list[list[str]]:
 def test_every_name_that_we_use_exists_in_both_packages(libraries):
     names = used_names()
     assert {"INetworkDefinition.add_kv_cache_update", "CausalMaskKind"} <= set(names)
-    assert len(names) > 60
+    assert len(names) > 120
     for package in ("tensorrt_bindings", "tensorrt_rtx"):
         found = probe(libraries, package, names)
         missing = [name for name, doc in found.items() if doc is None]
