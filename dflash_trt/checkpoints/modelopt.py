@@ -1,17 +1,23 @@
-"""Checkpoints exported by NVIDIA ModelOpt in FP8 or NVFP4 (`hf_quant_config.json`), read as fp32.
+"""Checkpoints exported by NVIDIA ModelOpt in FP8 or NVFP4 (`hf_quant_config.json`).
+
+They are read as fp32, or as they are stored where an engine takes them so.
 
 Format: the unified Hugging Face export of `nvidia-modelopt`. FP8: `weight` in E4M3 and one fp32
 `weight_scale`, for the tensor or for each row. NVFP4: `weight` uint8 [N, K/2], two E2M1 codes to a
 byte with the first in the low half, `weight_scale` E4M3 [N, K/16] and one fp32 `weight_scale_2`.
+`input_scale`, one fp32, is what activations are divided by before they are rounded.
 Modules that were left out of the quantisation are stored as they were.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from dflash_trt.checkpoints.base import TensorSource
@@ -22,6 +28,20 @@ from dflash_trt.ops.mixture_of_experts import FP4_VALUES
 ALGORITHMS = ("FP8", "NVFP4")
 _SCALES = (".weight_scale", ".weight_scale_2", ".input_scale", ".k_scale", ".v_scale")
 _BLOCK = 16
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A quantised matrix [N, K] as an export holds it.
+
+    codes: E4M3 [N, K], or two E2M1 to a byte, uint8 [N, K/2]; block_scales: E4M3 [N, K/16] beside
+    the latter; scale: fp32 [N]; input_scale: of the activations that it is multiplied with.
+    """
+
+    codes: np.ndarray
+    block_scales: np.ndarray | None
+    scale: np.ndarray
+    input_scale: float
 
 
 def algorithm(settings: Mapping[str, Any], origin: str) -> str:
@@ -72,8 +92,35 @@ class ModelOptTensors:
             return _unpacked(array) * self._block_factors(name, scale)
         return array * (scale.reshape(-1, 1) if scale.size > 1 else scale.reshape(()))
 
+    @property
+    def precision(self) -> str:
+        """`fp8` or `nvfp4`."""
+        return self._algo.lower()
+
+    def is_quantised(self, name: str) -> bool:
+        return name in self._quantised
+
+    def stored(self, name: str) -> StoredMatrix:
+        """A quantised tensor as it is stored. (E4M3 is read as fp32; back it is the same bits.)"""
+        array, scale = self._stored.read(name), self._stored.read(self._scale_of(name))
+        input_scale = self._input_scale(f"{name.removesuffix('.weight')}.input_scale")
+        if self._algo == "FP8":
+            columns = np.broadcast_to(scale.reshape(-1), array.shape[:1])
+            return StoredMatrix(array.astype(ml_dtypes.float8_e4m3fn), None, columns, input_scale)
+        whole = self._stored.read(f"{self._scale_of(name)}_2").reshape(-1)
+        blocks = scale.astype(ml_dtypes.float8_e4m3fn)
+        return StoredMatrix(array, blocks, np.broadcast_to(whole, array.shape[:1]), input_scale)
+
     def digest(self) -> str:
         return self._stored.digest()
+
+    def _input_scale(self, name: str) -> float:
+        if name not in self._stored.names():
+            raise InputError(f"{self.origin}: the tensor '{name}' is missing")
+        scale = float(self._stored.read(name).reshape(()))
+        if not 0 < scale < math.inf:
+            raise InputError(f"{self.origin}: '{name}' is {scale}, not a scale")
+        return scale
 
     @staticmethod
     def _scale_of(name: str) -> str:

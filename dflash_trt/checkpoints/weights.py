@@ -9,6 +9,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from dflash_trt.checkpoints.base import TensorSource
 from dflash_trt.checkpoints.described import AbsentTensors
+from dflash_trt.checkpoints.modelopt import ModelOptTensors, StoredMatrix
 from dflash_trt.config import DrafterConfig, TargetConfig
 from dflash_trt.errors import InputError
 from dflash_trt.models.graph import Weight
@@ -60,6 +61,30 @@ class WeightLoader:
         parts = [self._stored(source, name, weight) for name in weight.sources]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return np.ascontiguousarray(whole.T if weight.transpose else whole).reshape(weight.shape)
+
+    def export_precision(self, weight: Weight) -> str:
+        """What the checkpoint was exported in (`fp8`, `nvfp4`); empty where it is no export."""
+        source = self._sources[weight.model]
+        return source.precision if isinstance(source, ModelOptTensors) else ""
+
+    def is_quantised(self, weight: Weight) -> bool:
+        """Whether the checkpoint holds all of this weight quantised."""
+        source = self._sources[weight.model]
+        return isinstance(source, ModelOptTensors) and all(map(source.is_quantised, weight.sources))
+
+    def stored(self, weight: Weight) -> StoredMatrix:
+        """A quantised weight [N, K] as the checkpoint holds it, parts on top of each other; they
+        read the same activations, so the largest of their input scales holds for all."""
+        source = self._sources[weight.model]
+        assert isinstance(source, ModelOptTensors)
+        parts = [source.stored(name) for name in weight.sources]
+        blocks = [p.block_scales for p in parts if p.block_scales is not None]
+        return StoredMatrix(
+            np.concatenate([p.codes for p in parts]),
+            np.concatenate(blocks) if blocks else None,
+            np.concatenate([p.scale for p in parts]),
+            max(p.input_scale for p in parts),
+        )
 
     @staticmethod
     def _stored(source: TensorSource, name: str, weight: Weight) -> np.ndarray:

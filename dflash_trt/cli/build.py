@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from dflash_trt.bench.check import acceptance_check, verdict
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint, hub, open_drafter
 from dflash_trt.checkpoints.described import AbsentTensors
+from dflash_trt.checkpoints.modelopt import ModelOptTensors
 from dflash_trt.cli import build_tensorrt, dry_run
 from dflash_trt.engines.build import (
     CPU_PRECISIONS,
@@ -90,6 +91,10 @@ def run(args: argparse.Namespace) -> int:
         say(note)
     if args.dry_run:
         return dry_run.run(args, target, drafter, options)
+    for tensors in (target.tensors, drafter.tensors):
+        own = tensors.precision if isinstance(tensors, ModelOptTensors) else ""
+        if own == options.precision:
+            say(f"{tensors.origin}: built with the export's own {own} scales")
     absent = [c.tensors for c in (target, drafter) if isinstance(c.tensors, AbsentTensors)]
     if absent and args.backend != "cpu":
         args.no_weights = True
@@ -124,8 +129,7 @@ def run(args: argparse.Namespace) -> int:
 def _options(
     args: argparse.Namespace, recipe: Recipe, target: TargetCheckpoint, drafter: DrafterCheckpoint
 ) -> BuildOptions:
-    usual = recipe.precision if args.backend == recipe.backend else _USUAL_PRECISION[args.backend]
-    precision = args.precision or usual
+    precision = args.precision or _usual_precision(args.backend, recipe, target)
     best = recipe.best_block.get(precision) or recipe.block or drafter.config.block
     block = args.block if args.block is not None else best
     longest = min(recipe.max_seq_len, target.config.max_positions - block)
@@ -140,7 +144,13 @@ def _options(
     )
 
 
-_USUAL_PRECISION = {"cpu": "fp32", **dict.fromkeys(build_tensorrt.BACKENDS, "bf16")}
+def _usual_precision(backend: str, recipe: Recipe, target: TargetCheckpoint) -> str:
+    """The recipe's, where it is for this backend; that of an export, which TensorRT takes as it is."""
+    if backend == recipe.backend:
+        return recipe.precision
+    if backend == "cpu":
+        return "fp32"
+    return target.tensors.precision if isinstance(target.tensors, ModelOptTensors) else "bf16"
 
 
 def _backend(args: argparse.Namespace, recipe: Recipe, say: Callable[[str], None]) -> str:

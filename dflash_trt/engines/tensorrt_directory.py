@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,15 @@ from dflash_trt.engines.directory import (
     write_manifest,
 )
 from dflash_trt.engines.tensorrt_build import PlanReport, compile_plans
-from dflash_trt.engines.tensorrt_weights import FILE, sinks_table, weight_table, write_weights
+from dflash_trt.engines.tensorrt_weights import (
+    FILE,
+    Encoded,
+    encode,
+    from_export,
+    sinks_table,
+    weight_table,
+    write_weights,
+)
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import api
 from dflash_trt.lowering.tensorrt.linear import QUANTISED_KINDS
@@ -94,15 +103,15 @@ def build_tensorrt(
     with new_directory(out) as folder:
         write_sources(folder, target, sources)
         graphs, drafted = (sources.target, sources.drafter), drafted_slots(options, drafter.config)
-        plans = pair_plans(*graphs, folder / "source", options, own, drafted)
-        reports = compile_plans(plans, folder, own.backend, own.capabilities, progress)
-        if own.weights:
-            peaks = _peaks(target, drafter, sources, options, progress)
-            bindings = [report.bindings for report in reports]
-            shapes = {name: w.shape for name, w in sources.weights.items()}
-            table = weight_table(bindings) | sinks_table(bindings, shapes)
-            load = _loader(sources)
-            write_weights(folder / FILE, table, load, peaks, progress)
+        quantised, kept = quantised_weights(sources, options.precision)
+        plans = pair_plans(*graphs, folder / "source", options, own, drafted, kept)
+        with ThreadPoolExecutor(1) as beside:  # the compiler, a process of its own, takes one core
+            work = (target, drafter, sources, options, quantised if own.weights else frozenset())
+            encoding = beside.submit(_encoded, *work)
+            reports = compile_plans(plans, folder, own.backend, own.capabilities, progress)
+            if own.weights:
+                progress("quantise")
+                _write_weights(folder / FILE, sources, reports, encoding.result(), progress)
         _write_plans(folder / PLANS_FILE, reports, own)
         progress("hash files")
         write_manifest(folder, manifest)
@@ -121,6 +130,19 @@ def capacity(options: BuildOptions, own: TensorRTOptions) -> int:
 
 def _loader(sources: Sources) -> Callable[[str], np.ndarray]:
     return lambda name: sources.loader.load(sources.weights[name])
+
+
+def _write_weights(
+    path: Path,
+    sources: Sources,
+    reports: Sequence[PlanReport],
+    encoded: Mapping[str, Encoded],
+    progress: Callable[[str], None],
+) -> None:
+    bindings = [report.bindings for report in reports]
+    shapes = {name: w.shape for name, w in sources.weights.items()}
+    table, load = weight_table(bindings) | sinks_table(bindings, shapes), _loader(sources)
+    write_weights(path, table, lambda n: encoded[n] if n in encoded else load(n), progress)
 
 
 def _write_plans(path: Path, reports: Sequence[PlanReport], own: TensorRTOptions) -> None:
@@ -150,9 +172,10 @@ def pair_plans(
     options: BuildOptions,
     own: TensorRTOptions,
     drafted: int,
+    kept: frozenset[str] = frozenset(),
 ) -> list[PlanRequest]:
     """The plans of a pair, made of `target.onnx` and `drafter.onnx` in `folder`; `drafted` slots
-    are drafted in a cycle, the anchor not counted."""
+    are drafted in a cycle, the anchor not counted; `kept` weights are not quantised."""
     block, chunk = options.block, own.chunk
     caches = [o.name for o in target.model.graph.output if o.name.endswith(".out")]
     draft_caches = [o.name for o in drafter.model.graph.output if o.name.endswith(".out")]
@@ -185,6 +208,7 @@ def pair_plans(
             letters={k: _range(v) for k, v in {**shared, **letters}.items()},
             weights={w.name: w.kind for w in graph.weights},
             precision=options.precision,
+            kept=tuple(sorted(kept & graph.weight_names)),
         )
         for name, (graph, outputs, letters) in shapes.items()
     ]
@@ -194,7 +218,41 @@ def _range(size: int | Range) -> Range:
     return (size, size, size) if isinstance(size, int) else size
 
 
-# -- calibration
+# -- quantisation
+
+
+def quantised_weights(sources: Sources, precision: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of the weights that are quantised, and of those that could be and are kept in bf16:
+    where a checkpoint was exported in this precision, what the export left out."""
+    if precision == "bf16":
+        return frozenset(), frozenset()
+    known = {name: w for name, w in sources.weights.items() if w.kind in QUANTISED_KINDS}
+    kept = frozenset(
+        name
+        for name, w in known.items()
+        if sources.loader.export_precision(w) == precision and not sources.loader.is_quantised(w)
+    )
+    return frozenset(known) - kept, kept
+
+
+def _encoded(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    sources: Sources,
+    options: BuildOptions,
+    names: frozenset[str],
+) -> dict[str, Encoded]:
+    """The quantised weights: those of an export in this precision with its scales, the others
+    quantised here, with activation scales from a calibration."""
+    loader, precision = sources.loader, options.precision
+    own = {n for n in names if loader.export_precision(sources.weights[n]) == precision}
+    encoded = {name: from_export(loader.stored(sources.weights[name])) for name in own}
+    if names - own:
+        load = _loader(sources)
+        values = {name: load(name) for name in sources.weights}
+        peaks = _peaks(target, drafter, sources, options, names - own, values)
+        encoded |= {n: encode(values.pop(n), precision, peaks[n]) for n in sorted(names - own)}
+    return encoded
 
 
 def _peaks(
@@ -202,20 +260,16 @@ def _peaks(
     drafter: DrafterCheckpoint,
     sources: Sources,
     options: BuildOptions,
-    progress: Callable[[str], None],
+    names: frozenset[str],
+    values: Mapping[str, np.ndarray],
 ) -> dict[str, float]:
-    """Activation peaks of all quantised weights; nothing where nothing is quantised."""
-    names = {name for name, w in sources.weights.items() if w.kind in QUANTISED_KINDS}
-    if options.precision == "bf16":
-        return {}
+    """The largest magnitudes of the activations that the weights `names` are multiplied with;
+    `values` are all weights of the pair."""
     from tokenizers import Tokenizer
 
-    progress("calibrate")
     codec = Tokenizer.from_str(target.text_format().tokenizer_json)
     ids = [codec.encode(text).ids[: options.max_seq_len] for text in CALIBRATION_TEXTS]
     prompts = [np.array(prompt, np.int64) for prompt in ids]
-    load = _loader(sources)
-    values = {name: load(name) for name in sources.weights}
     pair = sources.target, sources.drafter
     first, second = (Calibration(source, names, values) for source in pair)
     models = (sources.target.model, sources.drafter.model)

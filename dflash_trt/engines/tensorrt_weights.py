@@ -14,6 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from dflash_trt.checkpoints.modelopt import StoredMatrix
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.plan import Binding
 from dflash_trt.quantization import fp8, nvfp4
@@ -28,7 +29,13 @@ _STORED = {
     "E8M0": ("U8", 1),
 }
 _NUMPY = {"BF16": ml_dtypes.bfloat16, "HALF": np.float16, "FLOAT": np.float32}
-_RECIPES = {"fp8": fp8, "nvfp4": nvfp4}
+_READ = {
+    "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16,
+    "F32": np.float32,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "U8": np.uint8,
+}
 
 
 @dataclass(frozen=True)
@@ -70,59 +77,87 @@ def sinks_table(
     }
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A quantised weight: its tensors by their part (see `Binding`), its scale fp32 [1, N] without
+    that of its activations, and theirs, a power of two."""
+
+    parts: Mapping[str, np.ndarray]
+    scale: np.ndarray
+    input_scale: float
+
+
+def encode(weight: np.ndarray, precision: str, peak: float) -> Encoded:
+    """Quantise a weight fp32 [K, N]; `peak` is the largest magnitude of its activations."""
+    if precision == "fp8":
+        codes, scale = fp8.encode(weight)
+        return Encoded({"fp8": codes}, scale, fp8.input_scale(peak))
+    packed, blocks, scale = nvfp4.encode(weight)
+    parts = {"nvfp4": packed, "block_scale": blocks}
+    return Encoded(parts, scale, nvfp4.input_scale(peak))
+
+
+def from_export(stored: StoredMatrix) -> Encoded:
+    """A weight with the codes and scales of its checkpoint. Plans want the scale of activations to
+    be a power of two; the next larger one costs headroom at the small end, nothing else."""
+    scale, input_scale = stored.scale[None], fp8.power_of_two(stored.input_scale)
+    if stored.block_scales is None:
+        return Encoded({"fp8": stored.codes.T}, scale, input_scale)
+    parts = {"nvfp4": stored.codes, "block_scale": stored.block_scales}
+    return Encoded(parts, scale, input_scale)
+
+
 def make_parts(
-    weight: np.ndarray, bindings: Sequence[Binding], peak: float
+    weight: np.ndarray | Encoded, bindings: Sequence[Binding]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors made of one source weight fp32 [K, N]; `peak` is that of its activations."""
+    """The tensors made of one source weight, fp32 [K, N], bytes, or quantised."""
     parts = {binding.made_of[1]: binding for binding in bindings}
-    if "bytes" in parts:
+    if isinstance(weight, Encoded):
+        inverse = parts["inverse_input_scale"]
+        yield inverse.name, np.full((1, 1), 1 / weight.input_scale, _NUMPY[inverse.dtype])
+        yield parts["scale"].name, weight.scale * np.float32(weight.input_scale)
+        yield from ((parts[part].name, array) for part, array in weight.parts.items())
+    elif "bytes" in parts:
         yield parts["bytes"].name, weight.view(np.uint8)
-        return
-    recipe = next((name for name in _RECIPES if name in parts), None)
-    if recipe is None:
-        for binding in bindings:
-            yield binding.name, weight.astype(_NUMPY[binding.dtype])
-        return
-    scale = np.float32(_RECIPES[recipe].input_scale(peak))
-    inverse = parts["inverse_input_scale"]
-    yield inverse.name, np.full((1, 1), 1 / scale, _NUMPY[inverse.dtype])
-    if recipe == "fp8":
-        codes, columns = fp8.encode(weight)
-        yield parts["fp8"].name, codes
-        yield parts["scale"].name, columns * scale
-        return
-    packed, blocks, whole = nvfp4.encode(weight)
-    yield parts["nvfp4"].name, packed
-    yield parts["block_scale"].name, blocks
-    yield parts["scale"].name, whole * scale
+    else:
+        yield from ((b.name, weight.astype(_NUMPY[b.dtype])) for b in bindings)
 
 
 def write_weights(
     path: Path,
     table: Mapping[str, Binding],
-    load: Callable[[str], np.ndarray],
-    peaks: Mapping[str, float],
+    load: Callable[[str], np.ndarray | Encoded],
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Write the file at `path`. `load` gives a source weight by name, `peaks` the largest
-    magnitude of the activations that a quantised weight is multiplied with."""
+    """Write the file at `path`. `load` gives a source weight by name, quantised where plans want
+    it so."""
     layout = [stored(binding) for binding in table.values()]
     header, offsets = _header(layout)
     by_source: dict[str, list[Binding]] = {}
     for binding in table.values():
         by_source.setdefault(binding.made_of[0], []).append(binding)
-    missing = [b.made_of[0] for b in table.values() if b.made_of[1] and b.made_of[0] not in peaks]
-    if missing:
-        raise InputError(f"weight '{missing[0]}': its activations were not calibrated")
     sizes = {item.binding.name: item for item in layout}
     with path.open("wb") as file:
         file.write(header)
         for source, bindings in by_source.items():
             progress(f"weights {source}")
-            for name, array in make_parts(load(source), bindings, peaks.get(source, 0.0)):
+            for name, array in make_parts(load(source), bindings):
                 _check(sizes[name], array)
                 file.seek(len(header) + offsets[name])
                 file.write(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+def read_weights(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a weights file by name, mapped: nothing is read before it is used."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    data = np.memmap(path, np.uint8, "r", offset=8 + size)
+    found = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        found[name] = data[begin:end].view(_READ[entry["dtype"]]).reshape(entry["shape"])
+    return found
 
 
 def _check(item: Stored, array: np.ndarray) -> None:

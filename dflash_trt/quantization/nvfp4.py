@@ -1,6 +1,7 @@
-"""NVFP4: E2M1 codes in blocks of 16 along K, an E4M3 scale for each block, one scale over all.
+"""NVFP4: E2M1 codes in blocks of 16 along K, an E4M3 scale for each block, one scale over all
+(which stands once for each column, since matrices with scales of their own may lie side by side).
 
-    weight [K, N] ~ (codes [N, K] * block scale [N, K/16])^T * scale
+    weight [K, N] ~ (codes [N, K] * block scale [N, K/16])^T * scale [1, N]
     activation    ~ the same along its last axis, block scales made while running
 
 Two codes share a byte, the one with the lower index in the low half.
@@ -22,11 +23,11 @@ VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4,
 
 
 def encode(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """weight fp32 [K, N] -> (packed uint8 [N, K/2], block scale E4M3 [N, K/16], scale [1, 1])."""
+    """weight fp32 [K, N] -> (packed uint8 [N, K/2], block scale E4M3 [N, K/16], scale [1, N])."""
     peak = float(np.abs(weight).max())
     scale = np.float32(max(peak / (LARGEST * LARGEST_SCALE), SMALLEST_SCALE) if peak > 0 else 1)
     codes, block_scale = encode_rows(weight.T / scale)
-    return pack(codes), block_scale, np.full((1, 1), scale, np.float32)
+    return pack(codes), block_scale, np.full((1, weight.shape[1]), scale, np.float32)
 
 
 def encode_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -43,7 +43,7 @@ def nvfp4(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 def export(
-    folder: Path, algo: str, rows: bool = False, dropped: str = "(none)"
+    folder: Path, algo: str, rows: bool = False, dropped: str = "(none)", input_scale: float = 1
 ) -> dict[str, np.ndarray]:
     """Quantise the projections of a checkpoint in place; returns all values by name.
 
@@ -58,7 +58,7 @@ def export(
         parts, values[name] = fp8(tensor, rows) if algo == "FP8" else nvfp4(tensor)
         module = name.removesuffix(".weight")
         stored |= {f"{module}.{part}": np.asarray(array) for part, array in parts.items()}
-        stored[f"{module}.input_scale"] = np.ones((), np.float32)
+        stored[f"{module}.input_scale"] = np.full((), input_scale, np.float32)
     save_file({n: t for n, t in stored.items() if not n.endswith(dropped)}, path)
     settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algo}}
     (folder / "hf_quant_config.json").write_text(json.dumps(settings))
@@ -115,3 +115,15 @@ def test_other_algorithms(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("FP8", "W4A8_AWQ"))
     with pytest.raises(InputError, match="'quant_algo' is 'W4A8_AWQ', only FP8, NVFP4"):
         open_target(folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [(None, "'{}' is missing"), (0.0, "'{}' is 0.0, not a scale"), (np.nan, "is nan, not a scale")],
+)
+def test_an_input_scale_that_is_none(tmp_path: Path, value: float | None, sentence: str) -> None:
+    folder = tiny.tiny_target(tmp_path / "t")
+    name = "model.layers.0.mlp.down_proj.input_scale"
+    export(folder, "FP8", dropped="(none)" if value is not None else name, input_scale=value or 0)
+    with pytest.raises(InputError, match=sentence.format(name)):
+        open_target(folder).tensors.stored(name.replace("input_scale", "weight"))  # type: ignore[attr-defined]

@@ -11,15 +11,17 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
+from onnx import TensorProto, helper
 
 from dflash_trt.config import DrafterConfig, Experts, Rope, TargetConfig
 from dflash_trt.engines.tensorrt_build import library_folder
-from dflash_trt.engines.tensorrt_weights import make_parts
+from dflash_trt.engines.tensorrt_weights import encode, make_parts
 from dflash_trt.lowering.tensorrt.plan import Binding, PlanRequest
 from dflash_trt.models import gpt_oss
 from dflash_trt.models.dflash import drafter_graph
 from dflash_trt.models.llama import target_graph
-from dflash_trt.quantization import fp8, nvfp4
+from dflash_trt.quantization import nvfp4
+from dflash_trt.quantization.simulated import simulated
 
 pytest.importorskip("tensorrt_rtx", reason="pip install 'dflash-trt[tensorrt-rtx]'")
 
@@ -109,16 +111,10 @@ def stored_values(values, kinds, precision):
             Binding(n, "input", "BF16", (1, 1), "weight", made_of=(name, part))
             for n, part in parts.items()
         ]
-        for part, made in make_parts(array, bindings, peak=8.0):
+        for part, made in make_parts(encode(array, precision, peak=8.0), bindings):
             codes = made.dtype == np.uint8
             stored[part] = nvfp4.VALUES[nvfp4.unpack(made)] if codes else made.astype(np.float32)
     return stored
-
-
-def decoded_weight(array, precision):
-    return {"fp8": fp8, "nvfp4": nvfp4}[precision].decode(
-        *{"fp8": fp8, "nvfp4": nvfp4}[precision].encode(array)
-    )
 
 
 def target_case(seed, batch, size, lengths=None):
@@ -204,21 +200,27 @@ def test_the_injecting_network_only_writes_the_caches(tmp_path):
     assert set(found) == {"written"}
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp8", 0.15), ("nvfp4", 0.4)])
-def test_quantised_networks_stay_near_their_source_graph(tmp_path, precision, tolerance):
-    """Scales, layouts and nibbles are those of the weights file: against the source graph with
-    rounded weights, only the rounding of activations is left (a wrong layout gives over 100%)."""
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
+def test_quantised_networks_compute_what_the_simulation_does(tmp_path, precision):
+    """Scales, layouts and nibbles are those of the weights file, and activations are rounded in the
+    same places. (Without rounding the difference is 10% in fp8 and 27% in nvfp4.)"""
     source, values = target_case(7, batch=2, size=4)
     letters = {"B": (1, 1, 2), "S": 4, "W": 4, "L": CAPACITY}
     kinds = {w.name: w.kind for w in source.weights}
-    decoded = {
-        name: decoded_weight(array, precision) if kinds.get(name) == "projection" else array
-        for name, array in values.items()
-    }
-    wanted = source_outputs(source, decoded, ["features"])["features"]
+    precisions = {name: precision for name, kind in kinds.items() if kind == "projection"}
+    stored = stored_values(values, kinds, precision)
+    graph = simulated(source, precisions)
+    for name in precisions:
+        if precision == "nvfp4":
+            blocks = np.repeat(stored[f"{name}.block_scale"], nvfp4.BLOCK, axis=-1)
+            stored[name] = np.ascontiguousarray((stored[name] * blocks).T)
+        for part in ("scale", "inverse_input_scale"):
+            info = helper.make_tensor_value_info(f"{name}.{part}", TensorProto.FLOAT, None)
+            graph.model.graph.input.append(info)
+    wanted = source_outputs(graph, stored, ["features"])["features"]
     found = network_outputs(tmp_path, source, values, ["features"], letters, precision)["features"]
     error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
-    assert error < tolerance
+    assert error < 0.003
 
 
 GPT_OSS = TargetConfig(

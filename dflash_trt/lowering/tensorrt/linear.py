@@ -20,8 +20,9 @@ QUANTISED_KINDS = frozenset({"projection"})
 
 
 def precision_of(net: Network, weight: str) -> str:
-    """The precision a weight is stored in: only projections are quantised."""
-    quantised = net.request.weights.get(weight) in QUANTISED_KINDS
+    """The precision a weight is stored in: only projections are quantised, unless they are kept."""
+    kind = net.request.weights.get(weight)
+    quantised = kind in QUANTISED_KINDS and weight not in net.request.kept
     return net.request.precision if quantised else "bf16"
 
 
@@ -72,7 +73,7 @@ def _nvfp4(net: Network, rows: Any, weight: str) -> Any:
     activations = _dequantise(net, data, _dequantise(net, scales, one), axis=1)
     weights = _dequantise(net, stored, _dequantise(net, block_scale, one), axis=1)
     product = net.matmul(activations, weights, transpose_b=True)
-    scale = _weight_input(net, weight, f"{weight}.scale", "FLOAT", (1, 1), "scale")
+    scale = _weight_input(net, weight, f"{weight}.scale", "FLOAT", (1, columns), "scale")
     return _times(net, product, scale)
 
 

@@ -18,7 +18,7 @@ class PlanRequest:
     `letters` maps every letter of the graph's dimensions to (smallest, usual, largest); equal
     numbers make the dimension fixed. `outputs` are the wanted outputs of the source graph; what
     they do not need is not compiled. `weights` names the graph inputs that are weights, with their
-    kinds (see `models.graph.Weight`), which decides on their precision.
+    kinds (see `models.graph.Weight`), which decides on their precision; `kept` are bf16 all the same.
     """
 
     name: str
@@ -28,6 +28,7 @@ class PlanRequest:
     weights: Mapping[str, str]
     precision: str = "bf16"
     activations: str = "BF16"
+    kept: tuple[str, ...] = ()
 
     def fixed(self, letter: str) -> int | None:
         low, _, high = self.letters[letter]
@@ -39,7 +40,8 @@ class PlanRequest:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PlanRequest:
         letters = {key: tuple(sizes) for key, sizes in values["letters"].items()}
-        return cls(**{**values, "outputs": tuple(values["outputs"]), "letters": letters})
+        lists = {key: tuple(values[key]) for key in ("outputs", "kept")}
+        return cls(**{**values, **lists, "letters": letters})
 
 
 @dataclass(frozen=True)
