@@ -45,6 +45,7 @@ class Runtime:
     """
 
     def __init__(self, engines: EnginePair, codec: TextCodec, queue_limit: int = 256) -> None:
+        self.engines = engines  # another's to drive only while no request runs
         self.manifest = engines.manifest
         self.codec = codec
         self._scheduler = Scheduler(engines, queue_limit)
