@@ -30,6 +30,10 @@ class Comparison:
             "acceptance_per_slot": summary["acceptance_per_slot"],
             "drafts_wasted": d.drafts_wasted,
             "host_share": summary["host_share"],
+            "cycles_by_committed": d.cycles_by_committed,
+            "ms_per_cycle": {
+                k: round(s / max(d.cycles, 1) * 1e3, 3) for k, s in d.time_split.items()
+            },
             "tokens_per_second": {"dflash": round(_rate(self.drafted), 2)},
             "ttft_ms": round(d.ttft / len(self.drafted) * 1e3, 2),
             "tpot_ms": round(1e3 / _rate(self.drafted), 3),

@@ -5,41 +5,28 @@ from __future__ import annotations
 import base64
 import html
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt.bench.figure import BLUE, ORANGE, png
 from dflash_trt.bench.interactivity import Level
-from dflash_trt.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: told apart with any colour vision; markers differ as well.
+# Markers differ as well as colours.
 STYLES: dict[str, dict[str, Any]] = {
-    "autoregressive": {"color": "#D55E00", "marker": "s", "label": "autoregressive"},
-    "dflash": {"color": "#0072B2", "marker": "o", "label": "DFlash"},
+    "autoregressive": {"color": ORANGE, "marker": "s", "label": "autoregressive"},
+    "dflash": {"color": BLUE, "marker": "o", "label": "DFlash"},
 }
 
 
 def figures(levels: Sequence[Level], title: str) -> dict[str, bytes]:
     """PNG data by name: `pareto`, and `latency` where latencies were measured."""
-    drawn = {"pareto": _png(_pareto, levels, title)}
+    drawn = {"pareto": png(lambda figure: _pareto(figure, levels, title))}
     if all(level.ttft_ms for level in levels):
-        drawn["latency"] = _png(_latency, levels, title)
+        drawn["latency"] = png(lambda figure: _latency(figure, levels, title))
     return drawn
-
-
-def _png(draw: Any, levels: Sequence[Level], title: str) -> bytes:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("plots need matplotlib: pip install dflash-trt[plots]") from None
-    figure = Figure(figsize=(7.2, 4.6), dpi=130, layout="constrained")
-    draw(figure, levels, title)
-    data = BytesIO()
-    figure.savefig(data, format="png")
-    return data.getvalue()
 
 
 def _curve(levels: Sequence[Level], mode: str) -> list[Level]:

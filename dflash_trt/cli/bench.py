@@ -12,9 +12,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from dflash_trt.bench.acceptance import acceptance_png
 from dflash_trt.bench.compare import Comparison, compare, top_gap
+from dflash_trt.bench.figure import need_matplotlib
 from dflash_trt.bench.prompts import read_prompts
+from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import GenerationOptions, Runtime
+from dflash_trt.runtime.metrics import total
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -42,10 +46,15 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         help="decode every prompt without drafting too: speed-up, c, and whether tokens are equal",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.png",
+        help="draw acceptance per slot, accepted lengths and where the time went (extra plots)",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_outputs(args)
     runtime = Runtime.load(args.engine)
     prompts = [runtime.prompt_ids(p) for p in read_prompts(args.prompts, args.limit)]
     options = GenerationOptions(args.max_tokens, width=args.block)
@@ -65,7 +74,22 @@ def run(args: argparse.Namespace) -> int:
         report["differences"] = _list_differences(runtime, prompts, result, console)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.report:
+        drafted = total(g.metrics for g in result.drafted)
+        title = f"{runtime.manifest.name}: {len(prompts)} prompts, {drafted.tokens} tokens, greedy"
+        args.report.write_bytes(acceptance_png(drafted, title))
     return 0
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Before minutes of measuring."""
+    for path in (args.json, args.report):
+        if path and not path.parent.is_dir():
+            raise InputError(f"{path}: there is no directory {path.parent}")
+    if args.report:
+        if args.report.suffix != ".png":
+            raise InputError(f"report {args.report}: the picture is a PNG, so name it FILE.png")
+        need_matplotlib()
 
 
 def _table(report: dict[str, Any]) -> Table:
@@ -74,7 +98,7 @@ def _table(report: dict[str, Any]) -> Table:
         if isinstance(value, dict):
             shown = ", ".join(f"{k} {v}" for k, v in value.items())
         elif isinstance(value, list):
-            shown = " ".join(f"{x:.2f}" for x in value)
+            shown = " ".join(f"{x:.2f}" if isinstance(x, float) else str(x) for x in value)
         else:
             shown = str(value)
         table.add_row(key, shown)

@@ -48,10 +48,12 @@ class EnginePair(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one cycle committed, in order; the last token is the target's own (the next anchor)."""
+    """What one cycle committed, in order; the last token is the target's own (the next anchor).
+    draft_seconds: of the cycle's draft call, which all lanes share."""
 
     committed: tuple[int, ...]
     drafted: int
+    draft_seconds: float = 0.0
 
     @property
     def accepted(self) -> int:
@@ -109,15 +111,16 @@ class Cycle:
         processed = any(lane.chooser.needs_logits for lane in lanes)
         if any(lane.injects for lane in lanes):
             self._timed(lambda: e.draft(slots, width - 1))
+        draft_seconds = self.engine_seconds - seconds_before
         self._timed(lambda: e.verify(slots, width, processed))
         self.step_seconds = self.engine_seconds - seconds_before
-        results = [self._commit(lane, index) for index, lane in enumerate(lanes)]
+        results = [self._commit(lane, index, draft_seconds) for index, lane in enumerate(lanes)]
         assert [len(r.committed) for r in results] == (e.context[slots] - before).tolist(), (
             "context rows and committed tokens differ"
         )
         return results
 
-    def _commit(self, lane: Lane, index: int) -> StepResult:
+    def _commit(self, lane: Lane, index: int, draft_seconds: float) -> StepResult:
         """The lane's own part of its block; the engines are overruled where they differ."""
         e, chooser = self._engines, lane.chooser
         drafts, accepted = e.tokens[index, 1:].tolist(), int(e.accepted[index])
@@ -132,7 +135,7 @@ class Cycle:
                 chooser.push(token)
         if (len(committed), committed[-1]) != (accepted, anchor):
             e.commit(lane.slot, len(committed), committed[-1])
-        return StepResult(tuple(committed), lane.width - 1)
+        return StepResult(tuple(committed), lane.width - 1, draft_seconds)
 
     def _timed(self, call: Callable[[], None]) -> None:
         begin = perf_counter()

@@ -28,11 +28,13 @@ class GenerationMetrics:
     queue_seconds: float = 0.0
     decode_seconds: float = 0.0
     engine_seconds: float = 0.0
+    draft_seconds: float = 0.0
 
     def count(self, step: StepResult) -> None:
         self.cycles += 1
         self.committed += len(step.committed)
         self.drafted += step.drafted
+        self.draft_seconds += step.draft_seconds
         missing = step.drafted - len(self.drafted_by_slot)
         self.drafted_by_slot += [0] * missing
         self.accepted_by_slot += [0] * missing
@@ -44,7 +46,9 @@ class GenerationMetrics:
         """Sum of two requests."""
         for name in ("prompt_tokens", "tokens", "cycles", "committed", "drafted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("ttft", "queue_seconds", "decode_seconds", "engine_seconds"):
+        for name in (
+            "ttft", "queue_seconds", "decode_seconds", "engine_seconds", "draft_seconds",
+        ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for mine, theirs in (
             (self.accepted_by_slot, other.accepted_by_slot),
@@ -65,6 +69,22 @@ class GenerationMetrics:
         """For each drafted slot, the share of cycles in which it was accepted."""
         pairs = zip(self.accepted_by_slot, self.drafted_by_slot, strict=True)
         return [accepted / drafted for accepted, drafted in pairs]
+
+    @property
+    def cycles_by_committed(self) -> list[int]:
+        """Drafted cycles that committed 1, 2, .. tokens, the target's own included."""
+        reached = [self.drafted_by_slot[0] if self.drafted_by_slot else 0, *self.accepted_by_slot]
+        return [a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)]
+
+    @property
+    def time_split(self) -> dict[str, float]:
+        """Seconds of the decoding in draft calls, in verify calls, and outside the engines. A
+        request that shared its batch has the prefills of others under `verify`."""
+        return {
+            "draft": self.draft_seconds,
+            "verify": self.engine_seconds - self.draft_seconds,
+            "host": self.decode_seconds - self.engine_seconds,
+        }
 
     @property
     def drafts_wasted(self) -> int:

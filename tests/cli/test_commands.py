@@ -41,9 +41,11 @@ def test_run_prints_the_answer_and_the_figures(
 
 
 def test_bench_reports_everything(smollm2_engine: Path, prompts: Path, tmp_path: Path) -> None:
-    out = tmp_path / "figures.json"
+    out, picture = tmp_path / "figures.json", tmp_path / "figures.png"
     arguments = ["bench", smollm2_engine, "--prompts", prompts, "--max-tokens", 40, "--json", out]
-    assert main([*map(str, arguments), "--compare-autoregressive"]) == 0
+    arguments += ["--report", picture, "--compare-autoregressive"]
+    assert main([*map(str, arguments)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     report = json.loads(out.read_text())
     assert report["prompts"] == 3
     assert report["lossless"] == {"prompts": 3, "different": 0}
@@ -53,6 +55,11 @@ def test_bench_reports_everything(smollm2_engine: Path, prompts: Path, tmp_path:
     for key in ("drafts_wasted", "cycle_cost", "host_share", "speedup", "ttft_ms", "tpot_ms"):
         assert report[key] > 0
     assert report["host_share"] < 0.05
+    times = report["ms_per_cycle"]
+    assert times["verify"] > times["draft"] > times["host"] > 0
+    cycles = report["cycles_by_committed"]
+    mean = sum(n * count for n, count in enumerate(cycles, 1)) / sum(cycles)
+    assert report["acceptance_length"] == pytest.approx(mean, abs=1e-3)
     assert report["differences"] == []
 
 

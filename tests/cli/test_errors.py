@@ -173,3 +173,19 @@ def test_prompt_files(
     path = tmp_path / "p.jsonl"
     path.write_text(text)
     refused(capsys, ["bench", tiny_engine, "--prompts", path], sentence)
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "sentence"),
+    [
+        ("--report", "figures.pdf", "the picture is a PNG, so name it FILE.png"),
+        ("--report", "nowhere/figures.png", "figures.png: there is no directory"),
+        ("--json", "nowhere/figures.json", "figures.json: there is no directory"),
+    ],
+)
+def test_bench_output_that_cannot_be_written(
+    capsys: Capture, tmp_path: Path, flag: str, name: str, sentence: str
+) -> None:
+    """Refused before the engine is looked at: measuring takes minutes."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / name
+    refused(capsys, ["bench", tmp_path / "none", "--prompts", prompts, flag, out], sentence)

@@ -63,10 +63,13 @@ def test_refusals(runtime: Runtime) -> None:
 
 def test_metrics_count_slots_and_waste() -> None:
     m = GenerationMetrics()
-    m.count(StepResult((5, 6, 7), drafted=4))
-    m.count(StepResult((8,), drafted=4))
+    m.count(StepResult((5, 6, 7), drafted=4, draft_seconds=0.25))
+    m.count(StepResult((8,), drafted=4, draft_seconds=0.25))
+    m.engine_seconds, m.decode_seconds = 2.0, 2.1
     assert m.acceptance_length == 2.0
     assert m.acceptance_per_slot == [0.5, 0.5, 0.0, 0.0]
     assert m.drafts_wasted == 6
+    assert m.cycles_by_committed == [1, 0, 1, 0, 0]
+    assert m.time_split == {"draft": 0.5, "verify": 1.5, "host": pytest.approx(0.1)}
     both = total([m, m])
     assert (both.cycles, both.drafts_wasted, both.acceptance_per_slot) == (4, 12, [0.5, 0.5, 0, 0])
