@@ -14,6 +14,7 @@ from dflash_trt.engines.tensorrt_build import PlanReport, estimate_peak_bytes
 from dflash_trt.engines.tensorrt_directory import TensorRTOptions, build_tensorrt
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.api import MODULES
+from dflash_trt.lowering.tensorrt.plan import EXPERTS
 
 BACKENDS = tuple(MODULES)
 DEFAULT_CAPABILITIES = {"tensorrt-rtx": "12.0,12.1", "tensorrt": ""}
@@ -31,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--no-weights", action="store_true", help="compile the plans only, without weights file"
+    )
+    group.add_argument(
+        "--experts",
+        choices=EXPERTS,
+        default=EXPERTS[0],
+        help="mixtures of experts as our plugin (default) or of TensorRT's own layers",
     )
 
 
@@ -56,8 +63,9 @@ def build(
     """Build for the backend that `args` name."""
     text = args.compute_capability or DEFAULT_CAPABILITIES[args.backend]
     own = TensorRTOptions(
-        args.backend, capabilities(text), step=args.step, weights=not args.no_weights
-    )
+        args.backend, capabilities(text), step=args.step, weights=not args.no_weights,
+        experts=args.experts,
+    )  # fmt: skip
     _, reports = build_tensorrt(target, drafter, options, own, out, progress)
     return reports
 

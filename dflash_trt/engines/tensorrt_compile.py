@@ -90,12 +90,14 @@ class Compiler:
         definition = self.builder.create_network(flags)
         nodes = writer.needed_nodes(graph, plan.outputs)
         self.settings.clear()
-        spliced = plugins.splice(self.trt, definition, self.logger, nodes)
+        spliced = plugins.splice(
+            self.trt, definition, self.logger, nodes, plan, self.settings
+        )
         net = writer.write_network(
             self.trt, definition, plan, graph, spliced, self.settings,
             progress=lambda node: say(node=node),
         )  # fmt: skip
-        readback.check_network(self.trt, definition, nodes)
+        readback.check_network(self.trt, definition, nodes, plan)
         return net
 
     def _reason(self) -> str:

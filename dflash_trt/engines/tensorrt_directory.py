@@ -69,13 +69,15 @@ CALIBRATION_TEXTS = (
 @dataclasses.dataclass(frozen=True)
 class TensorRTOptions:
     """What only this backend wants to know. capabilities: such as 120 for compute capability 12.0;
-    step: also compile the plan for single tokens; weights: write the weights file."""
+    step: also compile the plan for single tokens; weights: write the weights file; experts: one of
+    `lowering.tensorrt.plan.EXPERTS`."""
 
     backend: str
     capabilities: tuple[int, ...]
     chunk: int = PREFILL_CHUNK
     step: bool = False
     weights: bool = True
+    experts: str = "plugin"
 
     def __post_init__(self) -> None:
         api.check_capabilities(self.backend, self.capabilities)
@@ -209,6 +211,7 @@ def pair_plans(
             weights={w.name: w.kind for w in graph.weights},
             precision=options.precision,
             kept=tuple(sorted(kept & graph.weight_names)),
+            experts=own.experts,
         )
         for name, (graph, outputs, letters) in shapes.items()
     ]

@@ -27,6 +27,7 @@ _STORED = {
     "FLOAT": ("F32", 4),
     "FP8": ("F8_E4M3", 1),
     "E8M0": ("U8", 1),
+    "INT8": ("U8", 1),
 }
 _NUMPY = {"BF16": ml_dtypes.bfloat16, "HALF": np.float16, "FLOAT": np.float32}
 _READ = {

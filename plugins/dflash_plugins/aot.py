@@ -26,6 +26,7 @@ class KernelBuild:
     signature: Signature
     constants: Mapping[str, Any]
     num_warps: int = 4
+    num_stages: int = 3
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,11 @@ def compile_assembly(build: KernelBuild, capability: int) -> Any:
         attrs=_alignment(build.signature),
     )
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": build.num_warps})
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    with triton.knobs.compilation.scope():
+        # Line numbers are two thirds of a kernel, and a plan holds the kernels of each layer.
+        triton.knobs.compilation.disable_line_info = True
+        return triton.compile(source, target=target, options=options)
 
 
 def _alignment(signature: Signature) -> dict[tuple[int, ...], list[list[Any]]]:

@@ -26,6 +26,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "BlockWrite": _CACHE,
     "ConfidenceCommit": {**_VOCABULARY, "slots": 15, "final": 0},
     "SpeculativeVerify": {**_VOCABULARY, "width": 16},
+    "MixtureOfExperts": {
+        "dtype": "BF16",
+        "hidden": 2880,
+        "inner": 2880,
+        "experts": 128,
+        "top_k": 4,
+        "alpha": 1.702,
+        "limit": 7.0,
+        "rows": 16,
+    },
 }
 
 
@@ -83,9 +93,14 @@ def _assemble(text: str) -> str:
 
 
 def _widest(text: str, kind: str) -> int:
-    """Bytes of the widest global load (`ld`) or store (`st`) of one thread."""
+    """Bytes of the widest global load (`ld`) or store (`st`) of one thread. A copy from global to
+    shared memory is a load."""
     found = re.findall(rf"\b{kind}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bus](\d+)\b", text)
-    return max((int(vector or 1) * int(bits) // 8 for vector, bits in found), default=0)
+    sizes = [int(vector or 1) * int(bits) // 8 for vector, bits in found]
+    if kind == "ld":
+        copies = re.findall(r"\bcp\.async\.\w+\.shared\.global [^,]+, [^,]+, (\w+)", text)
+        sizes += [int(size, 0) for size in copies]
+    return max(sizes, default=0)
 
 
 def main() -> None:

@@ -157,3 +157,36 @@ def test_reading_the_logits_is_near_the_bandwidth_of_a_copy(capability, monkeypa
     achieved, possible = size / reading, 2 * size / copying
     print(f"best_of_tile {achieved / 1e9:.0f} GB/s, copy {possible / 1e9:.0f} GB/s")
     assert achieved > 0.5 * possible
+
+
+@pytest.mark.parametrize(("batch", "size", "rows"), [(1, 1, 16), (1, 16, 16), (4, 40, 32)])
+def test_mixture_of_experts(capability, monkeypatch, batch, size, rows):
+    """Sizes of gpt-oss with fewer experts; the inner activation and the result are rounded to bf16."""
+    import ml_dtypes
+
+    rng = np.random.default_rng(3)
+    hidden, experts, top_k = 2880, 8, 4
+    attributes = {"top_k": top_k, "alpha": 1.702, "limit": 7.0}
+    settings = {
+        "dtype": "BF16", "hidden": hidden, "inner": hidden, "experts": experts, "rows": rows,
+        **attributes,
+    }  # fmt: skip
+    device = make("MixtureOfExperts", settings, capability, monkeypatch)
+    given = {
+        "x": rng.normal(0, 1, (batch, size, hidden)),
+        "router_logits": rng.normal(0, 1, (batch, size, experts)),
+    }
+    for name, height in (("gate_up", 2 * hidden), ("down", hidden)):
+        given[f"{name}_blocks"] = rng.integers(0, 256, (experts, height, hidden // 2), np.uint8)
+        given[f"{name}_scales"] = rng.integers(116, 122, (experts, height, hidden // 32), np.uint8)
+        given[f"{name}_bias"] = rng.normal(0, 1, (experts, height))
+    stored = {
+        n: a if a.dtype == np.uint8 else a.astype(ml_dtypes.bfloat16) for n, a in given.items()
+    }
+    plain = {n: a if a.dtype == np.uint8 else a.astype(np.float32) for n, a in stored.items()}
+    (wanted,) = run_op("MixtureOfExperts", plain, {"y": np.float32}, **attributes)
+    inputs = [device.tensor(name, array) for name, array in stored.items()]
+    y = device.tensor("y", np.full((batch, size, hidden), np.nan, ml_dtypes.bfloat16))
+    device.run(inputs, [y])
+    found = device.fetch(y, ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_allclose(found, wanted, atol=2**-7 * np.abs(wanted).max(), rtol=0)

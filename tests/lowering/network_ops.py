@@ -12,6 +12,7 @@ ELEMENTWISE = {
     "SUM": np.add, "SUB": np.subtract, "PROD": np.multiply, "LESS": np.less,
     "GREATER": np.greater, "AND": np.logical_and, "OR": np.logical_or, "MAX": np.maximum, "MIN": np.minimum,
 }  # fmt: skip
+PARTS = ("blocks", "scales", "bias")
 UNARY = {"SQRT": np.sqrt, "RECIP": lambda x: 1 / x}
 
 
@@ -82,6 +83,13 @@ def _ConfidenceCommit(settings, inputs):
     results = {"new_drafts": np.int64, "new_committed": np.bool_}
     given = dict(zip(names, inputs, strict=True))
     return tuple(run_op("ConfidenceCommit", given, results, final=settings["final"]))
+
+
+def _MixtureOfExperts(settings, inputs):
+    names = ("x", "router_logits", *(f"{m}_{p}" for m in ("gate_up", "down") for p in PARTS))
+    attributes = {name: settings[name] for name in ("top_k", "alpha", "limit")}
+    given = dict(zip(names, inputs, strict=True))
+    return run_op("MixtureOfExperts", given, {"y": np.float32}, **attributes)[0]
 
 
 def _KVInjection(settings, inputs):

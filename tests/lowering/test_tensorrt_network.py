@@ -66,14 +66,17 @@ def source_outputs(source, values, outputs):
     return dict(zip(outputs, session.run(outputs, feeds), strict=True))
 
 
-def network_outputs(tmp_path, source, values, outputs, letters, precision="bf16", seed=0):
+def network_outputs(
+    tmp_path, source, values, outputs, letters, precision="bf16", seed=0, experts="plugin"
+):
     """Outputs of the interpreted network, weights put in place as the weights file would have them."""
     (tmp_path / "graph.onnx").write_bytes(source.model.SerializeToString())
     kinds = {w.name: w.kind for w in source.weights}
     sizes = {k: (v if isinstance(v, tuple) else (v, v, v)) for k, v in letters.items()}
     plan = PlanRequest(
-        "tiny", str(tmp_path / "graph.onnx"), tuple(outputs), sizes, kinds, precision
-    )
+        "tiny", str(tmp_path / "graph.onnx"), tuple(outputs), sizes, kinds, precision,
+        experts=experts,
+    )  # fmt: skip
     request = {"backend": "tensorrt-rtx", "plan": plan.to_json()}
     (tmp_path / "request.json").write_text(json.dumps(request))
     np.savez(tmp_path / "in.npz", **(stored_values(values, kinds, precision)))
@@ -238,8 +241,10 @@ def with_sinks(cache, sinks=None):
     return wide
 
 
-def test_gpt_oss_network_with_sinks_windows_and_experts(tmp_path):
-    """Sinks are a row of the key cache; experts come from the checkpoint's bytes."""
+@pytest.mark.parametrize("experts", ["plugin", "layers"])
+def test_gpt_oss_network_with_sinks_windows_and_experts(tmp_path, experts):
+    """Sinks are a row of the key cache; experts come from the checkpoint's bytes, which the plugin
+    takes as they are and the layers as FP4 and E8M0."""
     rng = np.random.default_rng(4)
     size, batch = 4, 3
     source = gpt_oss.target_graph(GPT_OSS, (0, 1), CAPACITY)
@@ -257,6 +262,8 @@ def test_gpt_oss_network_with_sinks_windows_and_experts(tmp_path):
         if w.kind == "mxfp4_scales":
             values[w.name] = rng.integers(120, 126, w.shape).astype(np.uint8)
             stored[w.name] = np.ldexp(np.float32(1), values[w.name].astype(int) - 127)
+        if w.kind in ("mxfp4_blocks", "mxfp4_scales") and experts == "plugin":
+            stored[w.name] = values[w.name]
     for layer in range(2):
         sinks = values[f"target.l{layer}.attn.sinks"]
         stored[f"k_cache.{layer}"] = with_sinks(values[f"k_cache.{layer}"], sinks)
@@ -265,7 +272,7 @@ def test_gpt_oss_network_with_sinks_windows_and_experts(tmp_path):
     letters = {"B": (1, 1, 3), "S": size, "W": size, "L": CAPACITY}
     outputs = TARGET_OUTPUTS + caches_out
     wanted = source_outputs(source, values, outputs)
-    found = network_outputs(tmp_path, source, stored, outputs, letters)
+    found = network_outputs(tmp_path, source, stored, outputs, letters, experts=experts)
     for name in caches_out:
         assert found[name].shape[2:] == (CAPACITY + 1, 32)
         found[name] = found[name][:, :, 1:, :16]

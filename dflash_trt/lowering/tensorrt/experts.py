@@ -1,10 +1,16 @@
-"""MixtureOfExperts of TensorRT's primitive layers, expert weights in MXFP4 as they are stored.
+"""MixtureOfExperts: a plugin, or TensorRT's layers; expert weights in MXFP4 as they are stored.
 
-Dequantise, gather the selected experts, multiply, reduce: the compiler makes one kernel of that, which
-reads FP4 and its scales and writes nothing but the result. Written as gather and matrix multiply it
-would write the selected experts out in bf16 for every token. Gathering comes after dequantising: FP4
-cannot be gathered. The identity matrix multiply between the two projections keeps the compiler from
-computing the activation again for every row of the second one.
+A plan takes the plugin for any number of tokens. It reads a selected expert once for all tokens that
+want it, where the layers read it once for each: were experts drawn evenly, 51 instead of 64 for a
+block of 16 in gpt-oss-120b, 126 instead of 512 for eight such blocks. For a single token both read
+the same, the plugin 16 bytes at a time and the layers one code at a time. The layers (`--experts
+layers`) are what is left should a TensorRT refuse the plugin, and a second thing to compare with.
+
+They are dequantise, gather the selected experts, multiply, reduce: the compiler makes one kernel of
+that, which reads FP4 and its scales and writes nothing but the result. Written as gather and matrix
+multiply it would write the selected experts out in bf16 for every token. Gathering comes after
+dequantising: FP4 cannot be gathered. The identity matrix multiply between the two projections keeps
+the compiler from computing the activation again for every row of the second one.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from dflash_trt.lowering.tensorrt import plugins
 from dflash_trt.lowering.tensorrt.network import Network
 
 # Size of the identity; the inner size of an expert is a multiple of it.
@@ -23,6 +30,8 @@ BREAK = 32
 def mixture_of_experts(
     net: Network, node: onnx.NodeProto, inputs: list[Any], a: dict[str, Any]
 ) -> list[Any]:
+    if net.request.experts == "plugin":
+        return plugins.mixture_of_experts(net, node, inputs, a)
     x, logits, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias = inputs
     rows, top_k = net.flatten_rows(x), a["top_k"]
     chosen, shares = _route(net, net.flatten_rows(logits), top_k)

@@ -9,6 +9,8 @@ from typing import Any
 Range = tuple[int, int, int]
 
 PRECISIONS = ("bf16", "fp8", "nvfp4")
+# How a mixture of experts is compiled (see `experts`).
+EXPERTS = ("plugin", "layers")
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class PlanRequest:
     numbers make the dimension fixed. `outputs` are the wanted outputs of the source graph; what
     they do not need is not compiled. `weights` names the graph inputs that are weights, with their
     kinds (see `models.graph.Weight`), which decides on their precision; `kept` are bf16 all the same.
+    `experts` is one of `EXPERTS`.
     """
 
     name: str
@@ -29,6 +32,7 @@ class PlanRequest:
     precision: str = "bf16"
     activations: str = "BF16"
     kept: tuple[str, ...] = ()
+    experts: str = "plugin"
 
     def fixed(self, letter: str) -> int | None:
         low, _, high = self.letters[letter]

@@ -16,19 +16,28 @@ from onnx import TensorProto, helper, numpy_helper
 
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.network import CacheView, Network
+from dflash_trt.lowering.tensorrt.plan import PlanRequest
 from dflash_trt.ops import DOMAIN
 
-PLUGIN_OPS = ("KVInjection", "ConfidenceCommit", "SpeculativeVerify")
-OUTPUTS = {"KVInjection": 1, "BlockWrite": 1, "ConfidenceCommit": 2, "SpeculativeVerify": 3}
+EXPERTS = "MixtureOfExperts"
+PLUGIN_OPS = ("KVInjection", "ConfidenceCommit", "SpeculativeVerify", EXPERTS)
+OUTPUTS = {
+    "KVInjection": 1,
+    "BlockWrite": 1,
+    "ConfidenceCommit": 2,
+    "SpeculativeVerify": 3,
+    EXPERTS: 1,
+}
 BLOCK_WRITE = ".block_write"
 
 
-def wanted(nodes: Sequence[onnx.NodeProto]) -> list[tuple[str, str, int]]:
+def wanted(nodes: Sequence[onnx.NodeProto], request: PlanRequest) -> list[tuple[str, str, int]]:
     """(node, plugin, number of inputs) for all plugins that writing `nodes` will take."""
     found = []
     updated: set[str] = set()
+    ops = {op for op in PLUGIN_OPS if op != EXPERTS or request.experts == "plugin"}
     for node in nodes:
-        if node.domain == DOMAIN and node.op_type in PLUGIN_OPS:
+        if node.domain == DOMAIN and node.op_type in ops:
             found.append((node.name, node.op_type, len(node.input)))
         if node.op_type == "BlockAttention":
             if node.input[3] in updated:
@@ -56,12 +65,17 @@ def skeleton(plugins: Sequence[tuple[str, str, int]]) -> onnx.ModelProto:
 
 
 def splice(
-    trt: Any, definition: Any, logger: Any, nodes: Sequence[onnx.NodeProto]
-) -> dict[str, Any]:
-    """Parse the skeleton into an empty network; plugin layers by node name."""
-    plugins = wanted(nodes)
+    trt: Any, definition: Any, logger: Any, nodes: Sequence[onnx.NodeProto], request: PlanRequest,
+    settings: dict[str, dict[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """Parse the skeleton into an empty network; plugin layers by node name.
+
+    The parser asks for the types of outputs, so each plugin's `settings` begin with its type.
+    """
+    plugins = wanted(nodes, request)
     if not plugins:
         return {}
+    settings.update((name, {"dtype": request.activations}) for name, _, _ in plugins)
     parser = trt.OnnxParser(definition, logger)
     if not parser.parse(skeleton(plugins).SerializeToString()):
         reasons = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
@@ -80,7 +94,7 @@ def place(
 ) -> list[Any]:
     """Connect the plugin of a node and fill in its settings; returns its outputs."""
     layer, held = net.plugins[name]
-    held.update(dtype=net.request.activations, **settings)
+    held.update(settings)
     for index, tensor in enumerate(inputs):
         layer.set_input(index, tensor)
     net.report.plugins[name] = kind
@@ -137,6 +151,26 @@ def speculative_verify(
     logits, _, rows, _ = inputs
     settings = {"vocabulary": logits.shape[2], "width": _largest(net, "W", rows.shape[1])}
     return place(net, net.node, "SpeculativeVerify", inputs, settings)
+
+
+def mixture_of_experts(
+    net: Network, node: onnx.NodeProto, inputs: list[Any], a: dict[str, Any]
+) -> list[Any]:
+    from dflash_plugins.mixture_of_experts.layout import tile_rows
+
+    x, down = inputs[0], inputs[5]
+    experts, hidden, packed = down.shape
+    tokens = net.request.letters["B"][2] * _largest(net, "S", x.shape[1])
+    settings = {
+        "hidden": hidden,
+        "inner": 2 * packed,
+        "experts": experts,
+        "top_k": a["top_k"],
+        "alpha": a["alpha"],
+        "limit": a["limit"],
+        "rows": tile_rows(tokens, a["top_k"], experts),
+    }
+    return place(net, net.node, EXPERTS, inputs, settings)
 
 
 def _largest(net: Network, letter: str, size: int) -> int:

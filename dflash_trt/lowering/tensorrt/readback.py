@@ -13,11 +13,14 @@ import onnx
 
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import plugins
+from dflash_trt.lowering.tensorrt.plan import PlanRequest
 from dflash_trt.lowering.tensorrt.standard import attributes
 from dflash_trt.ops import DOMAIN
 
 
-def check_network(trt: Any, definition: Any, nodes: Sequence[onnx.NodeProto]) -> None:
+def check_network(
+    trt: Any, definition: Any, nodes: Sequence[onnx.NodeProto], request: PlanRequest
+) -> None:
     """Every op of ours is there once, as a plugin or as an attention layer that does what it says."""
     layers = [definition.get_layer(i) for i in range(definition.num_layers)]
     attentions = _attentions(trt, layers)
@@ -26,7 +29,7 @@ def check_network(trt: Any, definition: Any, nodes: Sequence[onnx.NodeProto]) ->
     for name, attention in attentions.items():
         _check_attention(trt, name, attention, wanted[name])
     found = {layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3}
-    _same("plugins", found, {name for name, _, _ in plugins.wanted(nodes)})
+    _same("plugins", found, {name for name, _, _ in plugins.wanted(nodes, request)})
     built = {*wanted, *found, *(layer.name.partition("/")[0] for layer in layers)}
     for node in nodes:
         if node.domain == DOMAIN and node.name not in built:

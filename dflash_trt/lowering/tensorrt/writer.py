@@ -99,7 +99,8 @@ def _add_input(net: Network, value: onnx.ValueInfoProto, is_cache: bool) -> None
     dtype = TENSOR_TYPES.get(kind.elem_type, net.request.activations)
     if name in net.request.weights:
         if net.request.weights[name] in PACKED:
-            dtype, shape = _packed(net.request.weights[name], shape)
+            plugin = net.request.experts == "plugin"
+            dtype, shape = _packed(net.request.weights[name], shape, plugin)
             net.values[name] = net.add_input(name, dtype, shape, "weight", (name, "bytes"))
         elif linear.precision_of(net, name) != "bf16":
             net.values[name] = tuple(shape)  # the matmul that uses it declares what it needs
@@ -118,8 +119,10 @@ def _add_input(net: Network, value: onnx.ValueInfoProto, is_cache: bool) -> None
         net.dimensions[name] = tuple(letter if size < 0 else size for letter, size in given)
 
 
-def _packed(kind: str, shape: list[int]) -> tuple[str, list[int]]:
-    """Type and shape of a weight that the graph holds as bytes."""
+def _packed(kind: str, shape: list[int], plugin: bool) -> tuple[str, list[int]]:
+    """Type and shape of a weight that the graph holds as bytes; a plugin takes it as such."""
+    if plugin:
+        return "INT8", shape
     if kind == "mxfp4_blocks":
         return "FP4", [*shape[:-1], 2 * shape[-1]]
     return "E8M0", shape
