@@ -145,11 +145,18 @@ def _expectations(
         plugins=tuple(report.plugins),
         capacity=caches[0].shape[2],
         kv_heads=max(b.shape[1] for b in caches),
-        quantised=tuple(
-            (b.shape[0], b.shape[1]) for b in weights if b.made_of[1] in ("fp8", "nvfp4")
+        quantised=(
+            *((b.shape[0], b.shape[1]) for b in weights if b.made_of[1] in ("fp8", "nvfp4")),
+            *(_unpacked(b) for b in report.bindings if plan.weights.get(b.name) == "mxfp4_blocks"),
         ),
         scratch_limit=64_000_000 + 4 * 4 * widest * vocabulary_rows + 64 * rows * 4096,
     )
+
+
+def _unpacked(blocks: Binding) -> tuple[int, int]:
+    """Rows and columns of one expert's matrix; a plugin's blocks are bytes of two values."""
+    _, rows, columns = blocks.shape
+    return rows, columns * 2 if blocks.dtype == "INT8" else columns
 
 
 # -- the child process
