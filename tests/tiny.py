@@ -97,7 +97,7 @@ def drafter_tensors(c: dict, seed: int = 1) -> dict[str, np.ndarray]:
     size = c["hidden_size"]
     taps = len(c["dflash_config"]["target_layer_ids"])
     tensors = {
-        "fc.weight": _matrix(random, size, taps * HIDDEN),
+        "fc.weight": _matrix(random, size, taps * size),
         "hidden_norm.weight": _norm(random, size),
         "norm.weight": _norm(random, size),
     }

@@ -66,7 +66,7 @@ def _tensors(c: dict, random: np.random.Generator) -> dict[str, np.ndarray]:
     tensors = {
         "model.embed_tokens.weight": _values(random, vocab, size, scale=1.0),
         "model.norm.weight": 1 + _values(random, size, scale=0.1),
-        "lm_head.weight": _values(random, vocab, size, scale=0.2),
+        "lm_head.weight": _values(random, vocab, size, scale=_scale(size)),
     }
     for layer in range(c["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
@@ -82,10 +82,11 @@ def _tensors(c: dict, random: np.random.Generator) -> dict[str, np.ndarray]:
 
 def _attention(prefix: str, c: dict, random: np.random.Generator) -> dict[str, np.ndarray]:
     size, dim, heads = c["hidden_size"], c["head_dim"], c["num_attention_heads"]
+    scale = _scale(size)
     q, kv = heads * dim, c["num_key_value_heads"] * dim
     tensors = {f"{prefix}.sinks": _values(random, heads, scale=1.0)}
     for name, rows, columns in (("q", q, size), ("k", kv, size), ("v", kv, size), ("o", size, q)):
-        tensors[f"{prefix}.{name}_proj.weight"] = _values(random, rows, columns, scale=0.2)
+        tensors[f"{prefix}.{name}_proj.weight"] = _values(random, rows, columns, scale=scale)
         tensors[f"{prefix}.{name}_proj.bias"] = _values(random, rows, scale=0.2)
     return tensors
 
@@ -93,7 +94,7 @@ def _attention(prefix: str, c: dict, random: np.random.Generator) -> dict[str, n
 def _mlp(prefix: str, c: dict, random: np.random.Generator) -> dict[str, np.ndarray]:
     size, inner, count = c["hidden_size"], c["intermediate_size"], c["num_local_experts"]
     tensors = {
-        f"{prefix}.router.weight": _values(random, count, size, scale=0.2),
+        f"{prefix}.router.weight": _values(random, count, size, scale=_scale(size)),
         f"{prefix}.router.bias": _values(random, count, scale=0.2),
     }
     for name, rows, columns in (("gate_up_proj", 2 * inner, size), ("down_proj", size, inner)):
@@ -102,6 +103,11 @@ def _mlp(prefix: str, c: dict, random: np.random.Generator) -> dict[str, np.ndar
         tensors[f"{source}_scales"] = random.integers(118, 122, shape, dtype=np.uint8)
         tensors[f"{source}_bias"] = _values(random, count, rows, scale=0.2)
     return tensors
+
+
+def _scale(size: int) -> float:
+    """Of weights that are multiplied with `size` values: sums are as large at every width."""
+    return 0.2 * (HIDDEN / size) ** 0.5
 
 
 def _values(random: np.random.Generator, *shape: int, scale: float) -> np.ndarray:
