@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,23 @@ def test_weights_of_gpt_oss_120b_are_as_many_bytes_as_published() -> None:
         if not weight.kind.startswith("rope") and weight.kind != "mxfp4_scales":
             count += size * (2 if weight.kind == "mxfp4_blocks" else 1)
     assert count == pytest.approx(116.83e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("gpt-oss-120b", 1.46), ("gpt-oss-20b", 1.46), ("llama-3.1-8b", 1.953), ("qwen3-4b", 1.0),
+     ("qwen3-8b", 1.95)],
+)  # fmt: skip
+def test_drafters_are_as_large_as_their_published_files(name: str, size: float) -> None:
+    """GiB in bf16. The graph has keys and values twice, the injection's are not counted here."""
+    recipe = find_recipe(name)
+    target, drafter = recipe.described_target().config, recipe.described_drafter().config
+    count = sum(
+        math.prod(weight.shape)
+        for weight in drafter_graph(drafter, target, 16, passes=1).weights
+        if weight.model == "drafter" and weight.sources and ".inject.kv." not in weight.name
+    )
+    assert 2 * count / 2**30 == pytest.approx(size, rel=5e-3)
 
 
 def test_reading_an_absent_checkpoint_says_so() -> None:
