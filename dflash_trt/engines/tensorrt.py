@@ -38,7 +38,9 @@ class DeviceLogits:
     """Logits of the last call, [B, W, V] on the device. A row is copied to the host when it is read:
     a sampled request reads as many as it commits tokens, a greedy one reads none."""
 
-    def __init__(self, stream: Stream, address: int, binding: Binding, slots: Sequence[int]) -> None:
+    def __init__(
+        self, stream: Stream, address: int, binding: Binding, slots: Sequence[int]
+    ) -> None:
         """`slots`: where the sequence of each lane lies in the batch that was run."""
         self._stream, self._address, self._slots = stream, address, list(slots)
         self._rows, self._vocab = binding.shape[1:]

@@ -142,8 +142,7 @@ def gpu(folder, cpu, tiny_checkpoints, monkeypatch):
         name: replace(
             report,
             bindings=tuple(
-                replace(b, dtype="FLOAT") if b.dtype == "BF16" else b
-                for b in report.bindings
+                replace(b, dtype="FLOAT") if b.dtype == "BF16" else b for b in report.bindings
             ),
         )
         for name, report in content["plans"].items()
