@@ -36,8 +36,9 @@ DRAFTER = DrafterConfig(
     49152, 576, 1536, 3, 9, 3, 64, 1e-5, ROPE, 8192, 8, 4, (1, 8, 14, 21, 27), 30
 )
 BLACKWELL = (120, 121)
-# Measured: 20 to 32 s of processor time and 0.98 GB on two cores; the bound is for slower machines.
-MOST_SECONDS, MOST_BYTES = 60, 1_050_000_000
+# Measured on two cores: 18 (bf16), 21 (fp8) and 26 s (nvfp4) of processor time when idle, 38, 48 and
+# 52 s beside ten other programs, hence the bound; 0.78 to 0.98 GB.
+MOST_SECONDS, MOST_BYTES = 60, 1_000_000_000
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,9 @@ WANTED = Expectations((120,), (), (), (), capacity=2048, kv_heads=3, quantised=(
         (plan_with(("bf16", "8 8"), "sm121"), {}, r"compiled for \[121\]"),
         (plan_with(("bf16", "_B 9 2048 64")), {}, "copies a cache"),
         (plan_with(("bf16", "576 960")), {}, "unpacks a whole weight"),
+        (plan_with(("half", "960 576")), {}, "unpacks a whole weight"),
         (plan_with(("bf16", "8 8")), {"inputs": ("tokens",)}, "'tokens' is not in it"),
+        (plan_with(("bf16", "8 8")), {"outputs": ("accepted",)}, "'accepted' is not in it"),
         (plan_with(("bf16", "8 8")), {"plugins": ("verify",)}, "plugin of node 'verify'"),
         (plan_with(("bf16", "8 8")), {"scratch_limit": 100}, "scratch memory"),
     ],
@@ -240,3 +243,19 @@ def test_a_plan_that_is_not_what_was_asked_for_is_refused(plan, changes, message
 def test_a_cache_of_its_own_size_is_no_expanded_one():
     check_plan(plan_with(("bf16", "_B 3 2048 64")), WANTED, "p")
     assert expanded_caches(plan_with(("bf16", "_B 9 2048 64")), 2048, 3)
+
+
+def test_a_weight_that_is_rearranged_as_it_is_stored_is_not_unpacked():
+    check_plan(plan_with(("fp8_e4m3", "576 960")), WANTED, "p")
+
+
+def test_scratch_is_the_device_memory_of_the_largest_program():
+    """Memory of the host and constants are none."""
+    others = "".join(
+        f"\nregion = {{ name={name} size=99999 alignment=1 instance=0 type=x place={place}"
+        for name, place in (("r1", "host"), ("const0", "accelerator"))
+    )
+    programs = plan_with(("bf16", "8 8"), extra=others), plan_with(("bf16", "8 8"))
+    small = programs[1].data.replace(b"size=4096", b"size=512")
+    assert Plan(programs[0].data + small).scratch_bytes == 4096
+    assert Plan(small + programs[0].data).scratch_bytes == 4096

@@ -37,8 +37,15 @@ def test_parameters_are_packed_by_their_types_with_two_pointers_behind():
     assert [type(p) for p in packed] == [ctypes.c_void_p, ctypes.c_int32] + [ctypes.c_void_p] * 2
     assert packed[0].value == 0x1000
     assert packed[1].value == -3
+    wide, real = pack_parameters(("i64", "fp32"), (1 << 40, 0.5))[:2]
+    assert (wide.value, real.value) == (1 << 40, 0.5)
     with pytest.raises(ValueError, match="takes 2 arguments, 1"):
         pack_parameters(("*bf16", "i32"), (1,))
+
+
+def test_arguments_keep_their_order_and_tuples_are_spread():
+    signature = {"x": "*bf16", "caches": ("*fp32", "*bf16"), "rows": "i32"}
+    assert flat_arguments(signature) == ("*bf16", "*fp32", "*bf16", "i32")
 
 
 SHAPES = {
@@ -87,8 +94,10 @@ def test_no_kernel_spills_and_bulk_loads_are_sixteen_bytes_wide():
     )  # fmt: skip
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
     assert len(rows) == 11
-    for _, kernel, _, registers, spills, _, load, _ in rows:
+    for _, kernel, _, registers, spills, _, load, store in rows:
         assert int(spills) == 0
         assert 0 < int(registers) < 200
         if kernel in ("write_rows", "best_of_tile", "gate_up", "down", "combine"):
             assert int(load) == 16
+        if kernel == "write_rows":
+            assert int(store) == 16
