@@ -7,10 +7,21 @@ import sys
 from collections.abc import Sequence
 
 import dflash_trt
-from dflash_trt.cli import bench, build, inspect, plan, run, serve, simulate, train, triton
+from dflash_trt.cli import (
+    bench,
+    build,
+    inspect,
+    plan,
+    run,
+    serve,
+    simulate,
+    train,
+    triton,
+    weights,
+)
 from dflash_trt.errors import InputError
 
-VERBS = (build, run, inspect, bench, simulate, train, plan, serve, triton)
+VERBS = (build, weights, run, inspect, bench, simulate, train, plan, serve, triton)
 
 
 def parser() -> argparse.ArgumentParser:

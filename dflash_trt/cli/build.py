@@ -78,13 +78,14 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    recipe = _recipe(args.target, args.drafter)
+    recipe = recipe_of(args.target, args.drafter)
     console = Console(stderr=True)
     say = partial(console.print, highlight=False, soft_wrap=True)
     args.backend = _backend(args, recipe, say)
     if args.compute_capability is None and args.backend == recipe.backend:
         args.compute_capability = ",".join(recipe.capabilities)
-    target, drafter = _checkpoints(args, recipe)
+    described = args.dry_run and not args.download
+    target, drafter = checkpoints_of(recipe, args.drafter, args.download, described)
     options = _options(args, recipe, target, drafter)
     note = wide_verify_note(options, drafter.config)
     if note:
@@ -95,12 +96,15 @@ def run(args: argparse.Namespace) -> int:
         own = tensors.precision if isinstance(tensors, ModelOptTensors) else ""
         if own == options.precision:
             say(f"{tensors.origin}: built with the export's own {own} scales")
+    out = args.output or Path("engines") / options.name
     absent = [c.tensors for c in (target, drafter) if isinstance(c.tensors, AbsentTensors)]
     if absent and args.backend != "cpu":
         args.no_weights = True
         names = " and ".join(tensors.origin for tensors in absent)
-        say(f"{names}: not here, so plans only; build again with --download or paths for weights")
-    out = args.output or Path("engines") / options.name
+        say(
+            f"{names}: not here, so plans only; once they are: dflash-trt weights {out} "
+            f"--target {args.target} --download, or --target PATH --drafter PATH"
+        )
     begin = perf_counter()
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
@@ -168,24 +172,22 @@ def _backend(args: argparse.Namespace, recipe: Recipe, say: Callable[[str], None
     return recipe.backend
 
 
-def _checkpoints(
-    args: argparse.Namespace, recipe: Recipe
+def checkpoints_of(
+    recipe: Recipe, drafter: str | None, download: bool, described: bool = False
 ) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
-    """Both checkpoints; a dry run of a recipe reads its own table where it has one."""
-    described = args.dry_run and not args.download
-    if described and recipe.target_config:
-        target = recipe.described_target()
-    else:
-        target = recipe.open_target(args.download)
-    if args.drafter:
-        path = hub.download(args.drafter) if hub.is_hub_id(args.drafter) else Path(args.drafter)
+    """Both checkpoints; `described`: by the recipe's own table where it has one."""
+    known = described and recipe.target_config
+    target = recipe.described_target() if known else recipe.open_target(download)
+    if drafter:
+        path = hub.download(drafter) if hub.is_hub_id(drafter) else Path(drafter)
         return target, open_drafter(path.resolve())
     if described and recipe.drafter_config:
         return target, recipe.described_drafter()
-    return target, recipe.open_drafter(args.download)
+    return target, recipe.open_drafter(download)
 
 
-def _recipe(target: str, drafter: str | None) -> Recipe:
+def recipe_of(target: str, drafter: str | None) -> Recipe:
+    """The recipe of that name, or one made for a path or hub id."""
     path = Path(target)
     known = path.exists() or hub.is_hub_id(target)
     if not known:

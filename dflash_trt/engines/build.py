@@ -227,6 +227,11 @@ def write_sources(folder: Path, target: TargetCheckpoint, sources: Sources) -> N
     (folder / "source").mkdir()
     for name, graph in (("target", sources.target), ("drafter", sources.drafter)):
         (folder / "source" / f"{name}.onnx").write_bytes(graph.model.SerializeToString())
+    write_text_format(folder, target)
+
+
+def write_text_format(folder: Path, target: TargetCheckpoint) -> None:
+    """Tokenizer and chat template, where the checkpoint is here."""
     text = target.text_format()
     if text.tokenizer_json:
         (folder / "tokenizer.json").write_text(text.tokenizer_json)

@@ -94,14 +94,16 @@ def digest_of(path: Path) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """List the folder's files with size and hash, and write engine.json."""
+    """List the folder's files with size and hash, and write engine.json, at once."""
     files = {
         str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": digest_of(path)}
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path != folder / MANIFEST
     }
     content = {**asdict(manifest), "files": files}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
+    partial = folder / f".{MANIFEST}.partial"
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(folder / MANIFEST)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def build_simulation(
         raise InputError(f"{engine}: is an engine for the CPU; what is simulated is a TensorRT one")
     if FILE not in manifest.files:
         raise InputError(
-            f"{engine}: holds plans only; build it without --no-weights to simulate it"
+            f"{engine}: holds plans only; write its weights first: dflash-trt weights {engine}"
         )
     parts = _parts(engine)
     precisions = {name: kind for name, own in parts.items() for kind in own if kind in ROUNDING}

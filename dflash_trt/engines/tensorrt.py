@@ -63,6 +63,11 @@ class TensorRTPair:
     def __init__(self, path: Path, verify: bool = True, graphs: bool = True) -> None:
         """`graphs`: play draft and verify as CUDA graphs."""
         self.manifest: Manifest = read_manifest(path, verify)
+        if FILE not in self.manifest.files:
+            raise InputError(
+                f"{path}: holds plans without weights; write them with: dflash-trt weights {path} "
+                f"--target PATH --drafter PATH"
+            )
         content = read_plans(path)
         check_capability(path, content["capabilities"], capability())
         loaded = api.load(self.manifest.backend)

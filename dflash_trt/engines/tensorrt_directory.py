@@ -96,7 +96,7 @@ def build_tensorrt(
         known = ", ".join(PRECISIONS)
         raise InputError(f"precision '{options.precision}': {own.backend} offers {known}")
     check_replaceable(out)
-    sources = source_graphs(target, drafter, _with_room(options, own))
+    sources = source_graphs(target, drafter, with_room(options, own))
     loaded = api.load(own.backend)
     manifest = describe(
         target, drafter, options, sources, backend=own.backend,
@@ -120,7 +120,7 @@ def build_tensorrt(
     return manifest, reports
 
 
-def _with_room(options: BuildOptions, own: TensorRTOptions) -> BuildOptions:
+def with_room(options: BuildOptions, own: TensorRTOptions) -> BuildOptions:
     """Caches and rotary tables have room for a whole chunk behind the last position."""
     return dataclasses.replace(options, max_seq_len=capacity(options, own) - options.block)
 
@@ -132,6 +132,28 @@ def capacity(options: BuildOptions, own: TensorRTOptions) -> int:
 
 def _loader(sources: Sources) -> Callable[[str], np.ndarray]:
     return lambda name: sources.loader.load(sources.weights[name])
+
+
+def write_weights_of(
+    path: Path,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    sources: Sources,
+    options: BuildOptions,
+    reports: Sequence[PlanReport],
+    progress: Callable[[str], None],
+) -> None:
+    """Write the weights file of plans that are compiled already."""
+    quantised, _ = quantised_weights(sources, options.precision)
+    planned = {b.made_of[0] for r in reports for b in r.bindings if b.made_of[1] in PRECISIONS}
+    if planned != quantised:
+        raise InputError(
+            f"{target.tensors.origin}: the plans quantise other weights than this export does; "
+            f"build the engine again"
+        )
+    progress("quantise" if quantised else "weights")
+    encoded = _encoded(target, drafter, sources, options, quantised)
+    _write_weights(path, sources, reports, encoded, progress)
 
 
 def _write_weights(

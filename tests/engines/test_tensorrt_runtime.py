@@ -171,10 +171,10 @@ def stand_in(pair, path, checkpoints):
     pair._allocate()
     own = TensorRTOptions("tensorrt-rtx", (120,), chunk=CHUNK)
     from dflash_trt.engines.build import source_graphs
-    from dflash_trt.engines.tensorrt_directory import _loader, _with_room
+    from dflash_trt.engines.tensorrt_directory import _loader, with_room
 
     options = BuildOptions("tiny", block=BLOCK, precision="bf16", max_seq_len=64, max_batch=SLOTS)
-    sources = source_graphs(*checkpoints, _with_room(options, own))
+    sources = source_graphs(*checkpoints, with_room(options, own))
     for name in sources.weights:
         array = np.ascontiguousarray(_loader(sources)(name), np.float32)
         pair.stream.upload(pair.memory.allocate(name, array.nbytes), array)
