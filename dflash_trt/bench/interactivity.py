@@ -124,21 +124,26 @@ def sweep(
     too_many = [c for c in concurrencies if not 1 <= c <= slots]
     if too_many:
         raise InputError(f"concurrency {too_many[0]}: this engine has {slots} slots (--max-batch)")
-    plain = GenerationOptions(options.max_tokens, draft=False, ignore_eos=options.ignore_eos)
-    modes = {"autoregressive": plain, "dflash": options}
     levels = []
     for concurrency in concurrencies:
         count = max(4, per_user * concurrency)
         chosen = [prompts[i % len(prompts)] for i in range(count)]
-        for mode, wanted in modes.items():
+        for mode, wanted in both_modes(options).items():
             progress(f"concurrency {concurrency}, {mode}")
-            run_level(runtime, chosen[:concurrency], concurrency, _short(wanted))
+            run_level(runtime, chosen[:concurrency], concurrency, short(wanted))
             seconds, lines = run_level(runtime, chosen, concurrency, wanted)
             levels.append(summarise(mode, concurrency, seconds, lines))
     return levels
 
 
-def _short(options: GenerationOptions) -> GenerationOptions:
+def both_modes(options: GenerationOptions) -> dict[str, GenerationOptions]:
+    """What is measured against each other."""
+    plain = GenerationOptions(options.max_tokens, draft=False, ignore_eos=options.ignore_eos)
+    return {"autoregressive": plain, "dflash": options}
+
+
+def short(options: GenerationOptions) -> GenerationOptions:
+    """The same for a warm-up."""
     return GenerationOptions(8, draft=options.draft, ignore_eos=True)
 
 

@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from dflash_trt.bench.acceptance import acceptance_png
+from dflash_trt.bench.batches import batch_table, check_batches
 from dflash_trt.bench.compare import Comparison, compare, top_gap
 from dflash_trt.bench.figure import need_matplotlib
 from dflash_trt.bench.prompts import read_prompts
@@ -25,7 +26,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser = verbs.add_parser(
         "bench",
         help="measure acceptance and speed over prompts",
-        description="Measure acceptance and speed over prompts, one request at a time, greedy.",
+        description="Measure acceptance and speed over prompts, greedy, one request at a time.",
     )
     parser.add_argument("engine", type=Path, metavar="DIR", help="engine directory")
     parser.add_argument(
@@ -45,6 +46,10 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         "--compare-autoregressive", action="store_true",
         help="decode every prompt without drafting too: speed-up, c, and whether tokens are equal",
     )  # fmt: skip
+    parser.add_argument(
+        "--batch", type=_sizes, default=[], metavar="N,..", dest="batches",
+        help="answer the prompts again N at a time, for each N, plain and drafted",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument(
         "--report", type=Path, metavar="FILE.png",
@@ -53,10 +58,18 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: numbers with commas, such as 1,2,4") from None
+
+
 def run(args: argparse.Namespace) -> int:
     _check_outputs(args)
     runtime = Runtime.load(args.engine)
     prompts = [runtime.prompt_ids(p) for p in read_prompts(args.prompts, args.limit)]
+    check_batches(runtime, args.batches, len(prompts))
     options = GenerationOptions(args.max_tokens, width=args.block)
     console = Console(stderr=True)
     with Progress(console=console) as bar:
@@ -72,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     Console().print(_table(report))
     if result.plain:
         report["differences"] = _list_differences(runtime, prompts, result, console)
+    if args.batches:
+        report["batches"] = _measure_batches(runtime, prompts, args.batches, options, console)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.report:
@@ -79,6 +94,27 @@ def run(args: argparse.Namespace) -> int:
         title = f"{runtime.manifest.name}: {len(prompts)} prompts, {drafted.tokens} tokens, greedy"
         args.report.write_bytes(acceptance_png(drafted, title))
     return 0
+
+
+def _measure_batches(
+    runtime: Runtime,
+    prompts: Sequence[Sequence[int]],
+    batches: Sequence[int],
+    options: GenerationOptions,
+    console: Console,
+) -> list[dict[str, Any]]:
+    with Progress(console=console) as bar:
+        task = bar.add_task("batches", total=len(batches))
+        rows = batch_table(
+            runtime, prompts, batches, options, lambda done: bar.update(task, completed=done)
+        )
+    table = Table("batch", "plain tokens/s", "DFlash tokens/s", "acceptance", "host", "changed")
+    for row in rows:
+        rates = row["tokens_per_second"].values()
+        others = (row[name] for name in ("acceptance_length", "host_share", "changed"))
+        table.add_row(str(row["batch"]), *map(str, rates), *map(str, others))
+    Console().print(table)
+    return rows
 
 
 def _check_outputs(args: argparse.Namespace) -> None:

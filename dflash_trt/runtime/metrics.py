@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -127,12 +128,50 @@ def total(metrics: Iterable[GenerationMetrics]) -> GenerationMetrics:
     return whole
 
 
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
+
+
+@dataclass
+class Histogram:
+    """How many values lie up to each bound and above the one before; the last count is beyond all."""
+
+    bounds: tuple[float, ...] = _SECONDS
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
 @dataclass
 class RuntimeMetrics:
     """All requests of one runtime. Counters only grow; queued, slots_used and tokens_cached are as
-    of the last cycle; cache_bytes is what all slots take."""
+    of the last cycle; cache_bytes is what all slots take. Histograms hold seconds: queue and ttft of
+    each request that got so far, tpot of each with two tokens or more, cycle of the engines' part
+    of every cycle, by whether anything was drafted in it (c is the ratio of their means)."""
 
     slots: int
+    block: int
     cache_bytes: int
     queued: int = 0
     slots_used: int = 0
@@ -142,15 +181,29 @@ class RuntimeMetrics:
     acceptance: Counter[int] = field(default_factory=Counter)
     requests: GenerationMetrics = field(default_factory=GenerationMetrics)
     recent: deque[GenerationMetrics] = field(default_factory=lambda: deque(maxlen=1024))
+    queue: Histogram = field(default_factory=Histogram)
+    ttft: Histogram = field(default_factory=Histogram)
+    tpot: Histogram = field(default_factory=Histogram)
+    cycle: dict[bool, Histogram] = field(
+        default_factory=lambda: {drafted: Histogram() for drafted in (True, False)}
+    )
 
     def count(self, step: StepResult) -> None:
-        """One lane of one cycle; `acceptance` counts lanes by tokens they committed."""
-        self.acceptance[len(step.committed)] += 1
+        """One lane of one cycle; `acceptance` counts drafted lanes by tokens they committed."""
+        if step.drafted:
+            self.acceptance[len(step.committed)] += 1
 
     def finish(self, generation: Generation) -> None:
         self.finished[str(generation.finish_reason)] += 1
-        self.requests.add(generation.metrics)
-        self.recent.append(generation.metrics)
+        m = generation.metrics
+        self.requests.add(m)
+        self.recent.append(m)
+        if m.queue_seconds:
+            self.queue.observe(m.queue_seconds)
+        if m.ttft:
+            self.ttft.observe(m.ttft)
+        if m.tokens > 1:
+            self.tpot.observe(m.decode_seconds / (m.tokens - 1))
 
     def summary(self) -> dict[str, Any]:
         """The figures of `GenerationMetrics.summary` over all finished requests, and the state."""

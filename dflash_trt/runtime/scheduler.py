@@ -35,7 +35,8 @@ class Scheduler:
     `submit`, and setting `Request.cancelled`, may come from any."""
 
     def __init__(self, engines: EnginePair, queue_limit: int = 256) -> None:
-        self.metrics = RuntimeMetrics(engines.manifest.max_batch, engines.cache_bytes)
+        m = engines.manifest
+        self.metrics = RuntimeMetrics(m.max_batch, m.block, engines.cache_bytes)
         self._engines, self._cycle = engines, Cycle(engines)
         self._queue_limit = queue_limit
         self._arrived: deque[Request] = deque()  # the only thing that other threads touch
@@ -124,6 +125,8 @@ class Scheduler:
         lanes = [request.lane() for request in self._decoding]
         results = self._run(lambda: self._cycle.step(lanes))
         times = self._cycle.engine_seconds, self._cycle.step_seconds
+        drafted = any(lane.width > 1 for lane in lanes)
+        self.metrics.cycle[drafted].observe(self._cycle.step_seconds)
         for request, result in zip(self._decoding, results, strict=True):
             if not request.ended:  # in its text, meanwhile
                 self.metrics.count(result)

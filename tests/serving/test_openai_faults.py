@@ -200,11 +200,11 @@ def test_metrics_count(served: Served) -> None:
         lines = httpx2.get(f"{served.url}/metrics").text.splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith(name)))
 
-    before = value("dflash_tokens_total")
+    before = value("dflash_generation_tokens_total")
     served.post("/v1/completions", prompt="x", max_tokens=5, ignore_eos=True)
-    assert value("dflash_tokens_total") == before + 5
+    assert value("dflash_generation_tokens_total") == before + 5
     assert value("dflash_slots ") == served.runtime.metrics.slots
-    assert value('dflash_drafted_by_slot_total{slot="1"}') > 0
+    assert value('dflash_draft_tokens_per_position_total{position="1"}') > 0
 
 
 def test_the_command_serves_and_stops(tiny_engine: Path) -> None:

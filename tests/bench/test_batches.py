@@ -1,0 +1,89 @@
+"""`bench --batch`: one row per batch, the same answers in each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.bench import batches
+from dflash_trt.bench.interactivity import Timeline
+from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from dflash_trt.cli import main
+from dflash_trt.engines.build import BuildOptions, build_cpu
+from dflash_trt.runtime.generate import Generation
+
+
+@pytest.fixture(scope="module")
+def engine(
+    tiny_checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    out = tmp_path_factory.mktemp("engines") / "pair"
+    build_cpu(*tiny_checkpoints, BuildOptions("pair", block=4, max_seq_len=256, max_batch=2), out)
+    return out
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("one", "two", "three")))
+    return path
+
+
+def bench(engine: Path, prompts: Path, out: Path, sizes: str) -> int:
+    options = ["--prompts", prompts, "--max-tokens", 12, "--json", out, "--batch", sizes]
+    return main(["bench", *map(str, [engine, *options])])
+
+
+def test_rows(engine: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In flight are as many as the row says, and an answer that differs is counted."""
+    flights, run_level = [], batches.run_level
+
+    def watched(runtime, prompts, batch, options):  # type: ignore[no-untyped-def]
+        flights.append((len(prompts), batch, options.draft))
+        seconds, lines = run_level(runtime, prompts, batch, options)
+        if len(flights) == 8:  # the drafted run of batch 2
+            lines[1].generation.tokens[3] += 1
+        return seconds, lines
+
+    monkeypatch.setattr(batches, "run_level", watched)
+    assert bench(engine, prompts, tmp_path / "out.json", "1,2") == 0
+    assert flights[1::2] == [(3, 1, False), (3, 1, True), (3, 2, False), (3, 2, True)]
+    one, two = json.loads((tmp_path / "out.json").read_text())["batches"]
+    assert (one["batch"], one["changed"], two["batch"], two["changed"]) == (1, 0, 2, 1)
+    for row in (one, two):
+        assert set(row["tokens_per_second"]) == {"autoregressive", "dflash"}
+        assert min(row["tokens_per_second"].values()) > 0
+        assert row["acceptance_length"] == one["acceptance_length"] >= 1
+
+
+def test_other_drafts_accepted_are_a_change() -> None:
+    a, b = Timeline(Generation(), 0.0), Timeline(Generation(), 0.0)
+    assert not batches._differ(a, b)
+    b.generation.metrics.accepted_by_slot = [1]
+    assert batches._differ(a, b)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ("3", "batch 3: this engine has 2 slots (--max-batch)"),
+        ("1,0", "batch 0: this engine has 2 slots (--max-batch)"),
+    ],
+)
+def test_refusals(
+    engine: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    sizes: str, message: str,
+) -> None:  # fmt: skip
+    out = tmp_path / "out.json"
+    assert bench(engine, prompts, out, sizes) == 2
+    assert message in capsys.readouterr().err
+    prompts.write_text('{"prompt": "one"}\n')
+    assert bench(engine, prompts, out, "2") == 2
+    assert "batch 2: needs as many prompts, there are 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        bench(engine, prompts, out, "1,x")
+    assert "--batch: '1,x': numbers with commas, such as 1,2,4" in capsys.readouterr().err
+    assert not out.exists()
