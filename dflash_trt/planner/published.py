@@ -40,6 +40,7 @@ class Ratio:
     block: int
     tau: float
     speedup: float
+    fit: bool
 
     @property
     def label(self) -> str:
@@ -70,7 +71,7 @@ POINTS = (
 
 RATIOS = (
     *(
-        Ratio(_CARD, "gpt-oss-120b", "h200", "mxfp4", b, 10, 5.3, s)
+        Ratio(_CARD, "gpt-oss-120b", "h200", "mxfp4", b, 10, 5.3, s, b == 16)
         for b, s in ((1, 1.8), (8, 1.6), (16, 1.6), (32, 1.5))
     ),
 )

@@ -21,15 +21,18 @@ from dflash_trt.planner.shapes import BITS, Plan, Shape
 
 @dataclass(frozen=True)
 class Software:
-    """Constants of a serving program. e_*: reachable share of a peak; f_*, host, reduce: seconds.
+    """Constants of a serving program. e_*: reachable share of a peak; the others: seconds.
 
-    layer: launches of one layer; pass_: of one pass; host: per cycle, between the passes (plain
-    decoding hides it behind the next step); reduce: one all-reduce's latency.
+    e_moe: in grouped products of experts, where a handful of rows fills a part of a tile and weights
+    in 4 bits are unpacked on the way; layer: launches of one layer; pass_: of one pass; host: per
+    cycle, between the passes (plain decoding hides it behind the next step); reduce: one
+    all-reduce's latency.
     """
 
     name: str
     e_bw: float
     e_ops: float
+    e_moe: float
     layer: float
     pass_: float
     host: float
@@ -140,6 +143,9 @@ def _target_pass(s: Setting, tokens: int) -> Pass:
     weights = shape.dense_weights * dense + expert_bytes + shape.head_weights * wide
     read = weights + s.batch * shape.kv_bytes(s.context)
     work = _operations(shape, tokens, s) + 2 * tokens * shape.head_weights
+    if shape.experts:
+        grouped = 2 * tokens * shape.layers * shape.experts.chosen * shape.expert_weights
+        work += grouped * (s.software.e_ops / s.software.e_moe - 1)  # as if at e_ops
     return _pass(s, read, work, shape.layers, s.precision, tokens * shape.hidden * 2)
 
 
