@@ -5,6 +5,11 @@
 Sweeps concurrency over the runtime, plain decoding against DFlash in the same run, and writes a
 table, CSV, JSON, two PNG plots and a page of HTML. With `--modelled b200 --target gpt-oss-120b` it
 draws what the planner expects of a GPU instead; such figures are marked as modelled.
+
+    dflash-trt serve engines/small --port 8000 &
+    python examples/latency_at_interactivity.py --url http://127.0.0.1:8000 --concurrency 1,2,4
+
+asks a server, OpenAI-compatible or Triton, from the outside.
 """
 
 from __future__ import annotations
@@ -21,9 +26,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from dflash_trt.bench.endpoints import Endpoint, LocalRuntime, find_server
 from dflash_trt.bench.interactivity import Level, comparison, sweep
 from dflash_trt.bench.plots import figures, report_html
-from dflash_trt.bench.prompts import read_prompts
+from dflash_trt.bench.prompts import lengthened, read_prompts
 from dflash_trt.errors import InputError
 from dflash_trt.planner.calibration import GRAPHS
 from dflash_trt.planner.hardware import find_gpu
@@ -43,7 +49,8 @@ QUESTIONS = (
     "A shirt costs 25 dollars and is sold with 20 percent off. What is the price now?",
 )
 _NOT_SHOWN = (
-    "requests", "all tok/s", "TTFT p90", "TTFT p99", "TPOT p90", "TPOT p99", "chunk p90", "chunk p99",
+    "input", "requests", "all tok/s",
+    "TTFT p90", "TTFT p99", "TPOT p90", "TPOT p99", "chunk p90", "chunk p99",
 )  # fmt: skip
 DEFINITIONS = (
     "TTFT: from submission to the first token. TPOT: (end-to-end - TTFT) / (output tokens - 1). "
@@ -64,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             title, levels = _measured(args)
         _write(title, levels, args.output)
-    except InputError as error:
+    except (InputError, OSError) as error:
         print(f"latency_at_interactivity: {error}", file=sys.stderr)
         return 2
     return 0
@@ -75,8 +82,16 @@ def _arguments() -> argparse.ArgumentParser:
         description="Throughput and latency over interactivity, with and without DFlash."
     )
     parser.add_argument("engine", nargs="?", type=Path, help="engine directory")
-    parser.add_argument("--concurrency", default="1,2,4,8", help="users at once (default: 1,2,4,8)")
+    parser.add_argument(
+        "--concurrency", help="users at once (default: 1,2,4,8 as far as the engine has slots)"
+    )
     parser.add_argument("--prompts", type=Path, help="prompts file (default: eight questions)")
+    parser.add_argument("--url", help="ask a running server instead, OpenAI-compatible or Triton")
+    parser.add_argument("--model", help="model of the server (the first it lists)")
+    parser.add_argument("--api-key-file", type=Path, help="file with the key that the server wants")
+    parser.add_argument(
+        "--isl", type=int, help="input tokens per request, about (default: the prompts as they are)"
+    )
     parser.add_argument("--osl", type=int, default=64, help="output tokens per request (64)")
     parser.add_argument("--block", type=int, help="tokens per verify call (the engine's)")
     parser.add_argument("--modelled", metavar="GPU", help="draw the planner's model of this GPU")
@@ -87,7 +102,9 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def _concurrencies(text: str) -> list[int]:
+def _concurrencies(text: str | None, slots: int | None) -> list[int]:
+    if text is None:
+        return [users for users in (1, 2, 4, 8) if slots is None or users <= slots]
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -95,24 +112,34 @@ def _concurrencies(text: str) -> list[int]:
 
 
 def _measured(args: argparse.Namespace) -> tuple[str, list[Level]]:
-    if args.engine is None:
-        raise InputError("name an engine directory, or --modelled GPU")
-    runtime = Runtime.load(args.engine)
-    texts = read_prompts(args.prompts) if args.prompts else list(QUESTIONS)
-    prompts = [runtime.prompt_ids(text) for text in texts]
+    endpoint = _endpoint(args)
+    prompts = read_prompts(args.prompts) if args.prompts else list(QUESTIONS)
+    if args.isl is not None:
+        prompts = lengthened(prompts, args.isl, endpoint.count)
     options = GenerationOptions(args.osl, width=args.block, ignore_eos=True)
     console = Console(stderr=True)
     levels = sweep(
-        runtime, prompts, _concurrencies(args.concurrency), options,
+        endpoint, prompts, _concurrencies(args.concurrency, endpoint.slots), options,
         progress=lambda what: console.print(what, highlight=False),
     )  # fmt: skip
-    return f"{runtime.manifest.name}, measured on this machine", levels
+    return f"{endpoint.name}, measured", levels
+
+
+def _endpoint(args: argparse.Namespace) -> Endpoint:
+    if (args.engine is None) == (args.url is None):
+        raise InputError("name an engine directory, --url of a server, or --modelled GPU")
+    if args.engine is not None:
+        return LocalRuntime(Runtime.load(args.engine))
+    if args.block is not None:
+        raise InputError("block: a server drafts its engine's block; leave it out with --url")
+    key = args.api_key_file.read_text().strip() if args.api_key_file else None
+    return find_server(args.url, args.model, key)
 
 
 def _modelled(args: argparse.Namespace) -> tuple[str, list[Level]]:
     plan, gpu = find_plan(args.target), find_gpu(args.modelled)
     setting = Setting(plan, gpu, GRAPHS, plan.precision, 1, 2048, plan.block, args.tp)
-    both = curves(setting, args.tau, _concurrencies(args.concurrency))
+    both = curves(setting, args.tau, _concurrencies(args.concurrency, None))
     levels = [
         _modelled_level(mode, point.batch, point.interactivity, point.throughput, args.tau)
         for mode, curve in (("autoregressive", both.plain), ("dflash", both.dflash))
@@ -154,7 +181,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     keys = [key for key in rows[0] if any(row[key] is not None for row in rows)]
     for key in keys:
-        table.add_column(key.replace(" ", "\n"), justify="right")
+        table.add_column(key.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*("-" if row[key] is None else str(row[key]) for key in keys))
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dflash_trt.bench.endpoints import LocalRuntime
 from dflash_trt.bench.interactivity import Timeline, both_modes, run_level, short
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import GenerationOptions, Runtime
@@ -35,12 +36,13 @@ def batch_table(
     answers whose tokens, or drafts accepted by slot, are not those of the first row.
     """
     rows: list[dict[str, Any]] = []
+    endpoint = LocalRuntime(runtime)
     first: list[Timeline] = []
     for done, batch in enumerate(batches, 1):
         rates = {}
         for mode, wanted in both_modes(options).items():
-            run_level(runtime, prompts[:batch], batch, short(wanted))
-            seconds, lines = run_level(runtime, prompts, batch, wanted)
+            run_level(endpoint, prompts[:batch], batch, short(wanted))
+            seconds, lines = run_level(endpoint, prompts, batch, wanted)
             rates[mode] = round(sum(line.tokens for line in lines) / seconds, 2)
         first = first or lines
         figures = total(line.generation.metrics for line in lines).summary()

@@ -9,31 +9,38 @@ tokens of all requests over the wall time of the level. Tokens are counted, neve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dflash_trt.errors import InputError
-from dflash_trt.runtime.generate import Delta, Generation, GenerationOptions, Runtime
+from dflash_trt.runtime.generate import Generation, GenerationOptions, Prompt
+
+if TYPE_CHECKING:
+    from dflash_trt.bench.endpoints import Endpoint
 
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass
 class Timeline:
-    """One request: when it was submitted and when how many tokens arrived."""
+    """One request: when it was submitted and when how many tokens arrived. counted: tokens of the
+    whole answer, from a server that does not count them by chunk; failure: why it failed."""
 
     generation: Generation
     submitted: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    failed: bool = False
+    counted: int | None = None
+    failure: str | None = None
 
     @property
     def tokens(self) -> int:
+        if self.counted is not None:
+            return self.counted
         return sum(count for _, count in self.arrivals)
 
     @property
@@ -98,6 +105,7 @@ class Level:
         return {
             "mode": self.mode,
             "users": self.concurrency,
+            "input": round(self.input_tokens / max(self.requests - self.failed, 1)),
             "requests": self.requests,
             "failed": self.failed,
             "tok/s/user": round(self.interactivity, 1),
@@ -109,8 +117,8 @@ class Level:
 
 
 def sweep(
-    runtime: Runtime,
-    prompts: Sequence[Sequence[int]],
+    endpoint: Endpoint,
+    prompts: Sequence[Prompt],
     concurrencies: Sequence[int],
     options: GenerationOptions,
     per_user: int = 2,
@@ -120,18 +128,17 @@ def sweep(
 
     Each level runs `per_user` requests per concurrent user, at least 4, after a warm-up.
     """
-    slots = runtime.manifest.max_batch
-    too_many = [c for c in concurrencies if not 1 <= c <= slots]
-    if too_many:
-        raise InputError(f"concurrency {too_many[0]}: this engine has {slots} slots (--max-batch)")
+    _check_slots(concurrencies, endpoint.slots)
     levels = []
     for concurrency in concurrencies:
         count = max(4, per_user * concurrency)
         chosen = [prompts[i % len(prompts)] for i in range(count)]
         for mode, wanted in both_modes(options).items():
             progress(f"concurrency {concurrency}, {mode}")
-            run_level(runtime, chosen[:concurrency], concurrency, short(wanted))
-            seconds, lines = run_level(runtime, chosen, concurrency, wanted)
+            run_level(endpoint, chosen[:concurrency], concurrency, short(wanted))
+            seconds, lines = run_level(endpoint, chosen, concurrency, wanted)
+            if all(line.failure is not None for line in lines):
+                raise InputError(f"concurrency {concurrency}, {mode}: {lines[0].failure}")
             levels.append(summarise(mode, concurrency, seconds, lines))
     return levels
 
@@ -144,12 +151,20 @@ def both_modes(options: GenerationOptions) -> dict[str, GenerationOptions]:
 
 def short(options: GenerationOptions) -> GenerationOptions:
     """The same for a warm-up."""
-    return GenerationOptions(8, draft=options.draft, ignore_eos=True)
+    return replace(options, max_tokens=8, ignore_eos=True)
+
+
+def _check_slots(concurrencies: Sequence[int], slots: int | None) -> None:
+    for users in concurrencies:
+        if users < 1:
+            raise InputError(f"concurrency {users}: must be 1 or more")
+        if slots is not None and users > slots:
+            raise InputError(f"concurrency {users}: this engine has {slots} slots (--max-batch)")
 
 
 def run_level(
-    runtime: Runtime,
-    prompts: Sequence[Sequence[int]],
+    endpoint: Endpoint,
+    prompts: Sequence[Prompt],
     concurrency: int,
     options: GenerationOptions,
 ) -> tuple[float, list[Timeline]]:
@@ -160,33 +175,14 @@ def run_level(
     for index, prompt in enumerate(prompts):
         if index >= concurrency:
             finished.get()
-        lines.append(_submit(runtime, prompt, options, finished))
+        lines.append(endpoint.submit(prompt, options, lambda: finished.put(None)))
     for _ in range(min(concurrency, len(prompts))):
         finished.get()
     return perf_counter() - begin, lines
 
 
-def _submit(
-    runtime: Runtime,
-    prompt: Sequence[int],
-    options: GenerationOptions,
-    finished: SimpleQueue[None],
-) -> Timeline:
-    line = Timeline(Generation(), perf_counter())
-
-    def sink(delta: Delta) -> None:
-        if delta.tokens:
-            line.arrivals.append((perf_counter(), len(delta.tokens)))
-        if delta.finish_reason is not None:
-            line.failed = delta.error is not None
-            finished.put(None)
-
-    runtime.submit(prompt, options, sink, line.generation)
-    return line
-
-
 def summarise(mode: str, concurrency: int, seconds: float, lines: Sequence[Timeline]) -> Level:
-    good = [line for line in lines if not line.failed and line.arrivals]
+    good = [line for line in lines if line.failure is None and line.arrivals]
     cycles = sum(line.generation.metrics.cycles for line in good)
     committed = sum(line.generation.metrics.committed for line in good)
     return Level(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 
 from dflash_trt.errors import InputError
@@ -21,6 +22,23 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str | Sequence[Me
     if not prompts:
         raise InputError(f"{path}: holds no prompt")
     return prompts
+
+
+def lengthened(
+    prompts: Sequence[str | Sequence[Message]], tokens: int, count: Callable[[str], int]
+) -> list[str | Sequence[Message]]:
+    """Each prompt behind as many words of the others as bring it to about `tokens` tokens, by
+    `count`; none is shortened. Words of real text, for random ones say nothing about acceptance."""
+    texts = [p for p in prompts if isinstance(p, str)]
+    if len(texts) < len(prompts):
+        raise InputError("isl: message lists are not lengthened; give prompts of one text")
+    words = " ".join(texts).split()
+    rate = (count(" ".join(words * 2)) - count(" ".join(words))) / len(words)
+    made: list[str | Sequence[Message]] = []
+    for text in texts:
+        missing = max(0, round((tokens - count(text)) / rate))
+        made.append(" ".join([*islice(cycle(words), missing), text]))
+    return made
 
 
 def _prompt(line: str, origin: str) -> str | Sequence[Message]:

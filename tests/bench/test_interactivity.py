@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_trt.bench.endpoints import LocalRuntime
 from dflash_trt.bench.interactivity import Level, Timeline, comparison, summarise, sweep
+from dflash_trt.bench.prompts import lengthened
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
 
@@ -52,15 +54,33 @@ def test_ratios_at_equal_concurrency_and_interactivity() -> None:
 
 
 def test_a_sweep_over_an_engine(tiny_engine: Path) -> None:
-    runtime = Runtime.load(tiny_engine)
+    endpoint = LocalRuntime(Runtime.load(tiny_engine))
     options = GenerationOptions(20, ignore_eos=True)
-    levels = sweep(runtime, [[1, 2, 3], [4, 5]], [1], options)
+    levels = sweep(endpoint, ["one", "another"], [1], options)
     assert [x.mode for x in levels] == ["autoregressive", "dflash"]
     for x in levels:
         assert (x.requests, x.failed, x.output_tokens) == (4, 0, 80)
         assert x.ttft_ms["p50"] > 0
     with pytest.raises(InputError, match="concurrency 9: this engine has 1 slots"):
-        sweep(runtime, [[1]], [9], options)
+        sweep(endpoint, ["one"], [9], options)
+
+
+def test_a_servers_own_count_is_taken_over_its_chunks() -> None:
+    line = timeline((10.5, 0), (10.7, 0), (11.5, 0))
+    line.counted = 11
+    assert (line.tokens, line.tpot) == (11, pytest.approx(0.1))
+
+
+def test_prompts_of_a_length(tiny_engine: Path) -> None:
+    """Longer by words of the others, never shorter, their own question last."""
+    count = LocalRuntime(Runtime.load(tiny_engine)).count
+    texts = ["How long is a piece of string?", "Why is the sky blue today? " * 12]
+    short, long = lengthened(texts, 200, count)
+    assert count(short) == pytest.approx(200, rel=0.05)
+    assert short.endswith(texts[0])
+    assert long == texts[1]
+    with pytest.raises(InputError, match="isl: message lists are not lengthened"):
+        lengthened([[{"role": "user", "content": "a"}]], 10, count)
 
 
 def run_example(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -75,10 +95,12 @@ def test_the_example_writes_its_figures(
 ) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "figures"
-    assert run_example(monkeypatch, tiny_engine, "--concurrency", "1", "--osl", 16, "-o", out) == 0
+    assert run_example(monkeypatch, tiny_engine, "--osl", 16, "--isl", 120, "-o", out) == 0
     names = {p.name for p in out.iterdir()}
     assert names == {"levels.json", "levels.csv", "pareto.png", "latency.png", "index.html"}
-    assert len(json.loads((out / "levels.json").read_text())["levels"]) == 2
+    levels = json.loads((out / "levels.json").read_text())["levels"]
+    assert [level["users"] for level in levels] == [1, 1]  # one slot
+    assert levels[0]["input"] == pytest.approx(120, rel=0.1)
     assert "http" not in (out / "index.html").read_text()
 
 

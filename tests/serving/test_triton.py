@@ -21,8 +21,11 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from tritonclient.utils import InferenceServerException
 
+from dflash_trt.bench.endpoints import find_server
+from dflash_trt.bench.interactivity import sweep
 from dflash_trt.cli import main
 from dflash_trt.engines.build import BuildOptions, build_cpu
+from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import GenerationOptions, Runtime
 from dflash_trt.serving.triton.tensors import INPUTS
 from tests.serving import deployment
@@ -414,3 +417,16 @@ def test_unload_and_reload(triton: Triton, runtime: Runtime) -> None:
     assert config["model_transaction_policy"] == {"decoupled": True}
     assert all(tensor["optional"] for tensor in config["input"])
     client.close()
+
+
+def test_a_concurrency_sweep(triton: Triton, runtime: Runtime) -> None:
+    """Tokens are counted by response; drafting is switched off by request."""
+    server = find_server(f"http://{triton.http}", "tiny")
+    assert server.count("Why?") == len(runtime.prompt_ids("Why?"))
+    plain, drafted = sweep(server, ["Why?"], [2], GenerationOptions(20, ignore_eos=True))
+    for level in (plain, drafted):
+        assert (level.requests, level.failed, level.output_tokens) == (4, 0, 80)
+    own = runtime.generate("Why?", GenerationOptions(20, ignore_eos=True)).metrics
+    assert drafted.acceptance_length == pytest.approx(own.committed / own.cycles, abs=2e-3)
+    with pytest.raises(InputError, match="does not serve the model 'gpt-17', but"):
+        find_server(f"http://{triton.http}", "gpt-17")
