@@ -7,6 +7,7 @@ import gc
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,16 @@ def test_batch_sizes() -> None:
     assert batch_sizes(1) == (1,)
     assert batch_sizes(6) == (1, 2, 4, 6)
     assert batch_sizes(8) == (1, 2, 4, 8)
+
+
+def test_lanes_are_different_slots(engine: Path) -> None:
+    """Idle lanes are slots that nobody asked for: two lanes of one slot would write the same rows."""
+    engines = OnnxRuntimePair(engine, threads=1)
+    for count in range(1, 7):
+        for slots in permutations(range(6), count):
+            lanes = engines._lanes(slots)
+            assert lanes[:count] == slots
+            assert len(set(lanes)) == len(lanes) == min(s for s in (1, 2, 4, 6) if s >= count)
 
 
 def test_caches_that_do_not_fit_are_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
