@@ -97,7 +97,7 @@ class OnnxRuntimePair:
             for model in ("target", "drafter")
             for size in self._sizes
         }
-        check_memory(self.cache_bytes)
+        check_memory(self.cache_bytes, m.max_batch, m.max_seq_len)
         self._caches = {
             model: [self._slot_caches(model) for _ in range(m.max_batch)]
             for model in ("target", "drafter")
@@ -279,11 +279,12 @@ def _value(array: np.ndarray) -> ort.OrtValue:
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
-def check_memory(needed: int) -> None:
-    """Refuse caches of `needed` bytes where the machine has not that much left."""
+def check_memory(needed: int, slots: int, tokens: int) -> None:
+    """Refuse caches of `needed` bytes, before any is made, where the machine has not so much left."""
     free = psutil.virtual_memory().available
     if needed > free:
         raise InputError(
-            f"the caches need {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
+            f"KV cache: {slots} slots x {tokens} tokens = {needed / 1e9:.2f} GB, "
+            f"and {free / 1e9:.2f} GB are free; "
             "build with a smaller --max-batch or --max-seq-len"
         )

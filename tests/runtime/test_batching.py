@@ -161,7 +161,9 @@ def test_caches_that_do_not_fit_are_refused(engine: Path, monkeypatch: pytest.Mo
         available = 1_000_000
 
     monkeypatch.setattr(onnxruntime.psutil, "virtual_memory", lambda: Full)
-    with pytest.raises(InputError, match=r"the caches need 0.00 GB .* smaller --max-batch"):
+    with pytest.raises(
+        InputError, match=r"KV cache: 6 slots x 384 tokens = 0.00 GB, and .* smaller --max-b"
+    ):
         OnnxRuntimePair(engine)
 
 
