@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml
 # file is wanted, the vocabulary of gpt-oss.
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --editable .[dev,harmony,serve,train,tensorrt-rtx]
+	$(BIN)/pip install --quiet --editable .[dev,harmony,mpi,serve,train,tensorrt-rtx]
 	$(BIN)/pip install --quiet --no-deps dflash==0.1.0 tensorrt-cu13-bindings==11.4.0.106
 	$(BIN)/pip install --quiet --no-deps litellm==1.80.0
 	$(BIN)/pip install --quiet --no-deps $(TRITON_CLIENT)

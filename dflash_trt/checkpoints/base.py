@@ -40,6 +40,11 @@ class TensorSource(Protocol):
         """The tensor as fp32, or in its stored integer type."""
         ...
 
+    def read_part(self, name: str, axis: int, begin: int, end: int) -> np.ndarray:
+        """Entries `begin` to `end` of the tensor along `axis`; the rest is not read where the format
+        allows that."""
+        ...
+
     def digest(self) -> str:
         """SHA-256 over the content of the files, as `sha256:<hex>`."""
         ...

@@ -70,11 +70,23 @@ class GgufTensors:
         return tuple(int(n) for n in reversed(self._tensors[name].shape))
 
     def read(self, name: str) -> np.ndarray:
+        return self._rows(name, 0, self.shape(name)[0])
+
+    def read_part(self, name: str, axis: int, begin: int, end: int) -> np.ndarray:
+        """Rows are read alone; of rows of q and k, whole heads. Columns lie in blocks, and are cut
+        from the whole tensor."""
+        if axis == 0:
+            return self._rows(name, begin, end)
+        return self.read(name)[:, begin:end]
+
+    def _rows(self, name: str, begin: int, end: int) -> np.ndarray:
         tensor = self._tensors[name]
-        array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        rows = dequantize(tensor.data[begin:end], tensor.tensor_type)
+        array = rows.astype(np.float32, copy=False)
         module = name.split(".")[-2]
-        if module in self._heads:
-            array = halves_from_interleaved(array, self._heads[module])
+        if module in self._heads and len(array):
+            heads = self._heads[module] * len(array) // self.shape(name)[0]
+            array = halves_from_interleaved(array, heads)
         return array
 
     def digest(self) -> str:

@@ -111,6 +111,10 @@ class ModelOptTensors:
         blocks = scale.astype(ml_dtypes.float8_e4m3fn)
         return StoredMatrix(array, blocks, np.broadcast_to(whole, array.shape[:1]), input_scale)
 
+    def read_part(self, name: str, axis: int, begin: int, end: int) -> np.ndarray:
+        """Cut from the whole tensor: scales are applied to it first."""
+        return self.read(name).take(range(begin, end), axis)
+
     def digest(self) -> str:
         return self._stored.digest()
 

@@ -36,6 +36,10 @@ def _read_fp8(path: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
     return data.reshape(shape).astype(np.float32)
 
 
+def _as_fp32(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype.kind in "iub" else array.astype(np.float32, copy=False)
+
+
 class SafetensorsFolder:
     """All tensors of the `*.safetensors` files in a folder, under one name space."""
 
@@ -85,7 +89,16 @@ class SafetensorsFolder:
             if file.get_slice(stored).get_dtype() == "F8_E4M3":
                 return _read_fp8(path, stored, self._shapes[name])
             array = file.get_tensor(stored)
-        return array if array.dtype.kind in "iub" else array.astype(np.float32, copy=False)
+        return _as_fp32(array)
+
+    def read_part(self, name: str, axis: int, begin: int, end: int) -> np.ndarray:
+        path, stored = self._where[name]
+        cut = (*[slice(None)] * axis, slice(begin, end))
+        with safe_open(path, framework="numpy") as file:
+            part = file.get_slice(stored)
+            if part.get_dtype() == "F8_E4M3":
+                return self.read(name)[cut]
+            return _as_fp32(part[cut])
 
     def digest(self) -> str:
         return file_digest(self._files)

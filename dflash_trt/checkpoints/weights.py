@@ -39,7 +39,7 @@ class WeightLoader:
         for name in weight.sources:
             if name not in source.names():
                 raise InputError(f"{source.origin}: the tensor '{name}' is missing")
-        shapes = [source.shape(name) for name in weight.sources]
+        shapes = [self._cut_shape(source, weight, i) for i in range(len(weight.sources))]
         if weight.kind == "norm" and len(weight.shape) == 2:
             shapes = [(1, *shape) for shape in shapes]
         if weight.kind == "mxfp4_blocks":  # [.., K/32, 16] are the same bytes as [.., K/2]
@@ -53,12 +53,24 @@ class WeightLoader:
                 f"{source.origin}: {found} cannot make {weight.name} of shape {list(weight.shape)}"
             )
 
-    def load(self, weight: Weight) -> np.ndarray:
-        """The weight as a contiguous array of `weight.shape`, in the type of the graph input."""
+    @staticmethod
+    def _cut_shape(source: TensorSource, weight: Weight, index: int) -> tuple[int, ...]:
+        """The shape of a rank's part of a source, where the source has the size that is cut."""
+        shape, shard = source.shape(weight.sources[index]), weight.shard
+        if shard is None or len(shape) <= shard.axis or shape[shard.axis] != shard.whole[index]:
+            return shape
+        return (*shape[: shard.axis], shard.parts[index], *shape[shard.axis + 1 :])
+
+    def load(self, weight: Weight, rank: int = 0) -> np.ndarray:
+        """The weight as a contiguous array of `weight.shape`, in the type of the graph input; of a
+        weight that is cut, the part of `rank`, and no other is read."""
         if weight.kind.startswith("rope_"):
             return self._rope(weight)
+        if weight.kind == "shard_start":
+            assert weight.shard
+            return np.array(weight.shard.span(0, rank)[:1], np.int64)
         source = self._sources[weight.model]
-        parts = [self._stored(source, name, weight) for name in weight.sources]
+        parts = [self._stored(source, index, weight, rank) for index in range(len(weight.sources))]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return np.ascontiguousarray(whole.T if weight.transpose else whole).reshape(weight.shape)
 
@@ -87,8 +99,18 @@ class WeightLoader:
         )
 
     @staticmethod
-    def _stored(source: TensorSource, name: str, weight: Weight) -> np.ndarray:
-        array = source.read(name)
+    def _stored(source: TensorSource, index: int, weight: Weight, rank: int) -> np.ndarray:
+        name, shard = weight.sources[index], weight.shard
+        if shard is None:
+            array = source.read(name)
+        else:
+            begin, end = shard.span(index, rank)
+            least = (begin, end) if end > begin else (0, 1)  # of nothing, one entry for its shape
+            array = source.read_part(name, shard.axis, *least)
+            array = array.take(range(end - begin), shard.axis)
+            missing = shard.parts[index] - (end - begin)
+            margins = [(0, missing if axis == shard.axis else 0) for axis in range(array.ndim)]
+            array = np.pad(array, margins)
         wanted = tensor_dtype_to_np_dtype(weight.dtype)
         if array.dtype != wanted:
             raise InputError(f"{source.origin}: '{name}' holds {array.dtype}, not {wanted}")

@@ -20,6 +20,7 @@ from dflash_trt.cli import (
     weights,
 )
 from dflash_trt.errors import InputError
+from dflash_trt.supervisor import supervise
 
 VERBS = (build, weights, run, inspect, bench, simulate, train, plan, serve, triton)
 
@@ -39,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 2 where the input cannot be used, with one sentence."""
     args = parser().parse_args(argv)
+    if argv is None:
+        supervise(sys.argv[1:])
     try:
         return args.run(args)
     except InputError as error:

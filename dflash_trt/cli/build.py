@@ -72,6 +72,10 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--max-batch", type=int, default=1, help="sequences that run at once (default: 1)"
     )
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N",
+        help="ranks that share the target, one GPU or process each (tensor parallel; default: 1)",
+    )  # fmt: skip
     build_tensorrt.add_arguments(parser)
     dry_run.add_arguments(parser)
     parser.set_defaults(run=run)
@@ -117,8 +121,11 @@ def run(args: argparse.Namespace) -> int:
         reports = []
         if args.backend == "cpu":
             build_cpu(target, drafter, options, out, progress)
-            progress("check acceptance")
-            accepted = verdict(acceptance_check(out))
+            if options.ranks == 1:
+                progress("check acceptance")
+                accepted = verdict(acceptance_check(out))
+            else:
+                accepted = f"run it with: mpirun -n {options.ranks} dflash-trt run {out} QUESTION"
         else:
             reports = build_tensorrt.build(args, target, drafter, options, out, progress)
         bar.update(task, description="done", total=1, completed=1)
@@ -138,11 +145,12 @@ def _options(
     block = args.block if args.block is not None else best
     longest = min(recipe.max_seq_len, target.config.max_positions - block)
     return BuildOptions(
-        name=f"{recipe.name}-{precision}",
+        name=f"{recipe.name}-{precision}" + (f"-tp{args.tp}" if args.tp > 1 else ""),
         block=block,
         precision=precision,
         passes=args.passes,
         max_batch=args.max_batch,
+        ranks=args.tp,
         max_seq_len=args.max_seq_len or longest,
         chat_arguments=recipe.chat_arguments,
     )

@@ -75,11 +75,12 @@ def print_reports(console: Console, reports: Sequence[PlanReport]) -> None:
     for r in reports:
         layers = sum(r.layers.values())
         kernels = ", ".join(f"{count} {kind}" for kind, count in sorted(r.kernels.items()))
+        meet = f"; ranks meet {len(r.collectives)} times" if r.collectives else ""
         console.print(
             f"{r.name}: {r.seconds:.1f} s, peak memory {r.peak_bytes / 1e6:.0f} MB "
             f"({estimate_peak_bytes(layers) / 1e6:.0f} MB expected), plan "
             f"{r.plan_bytes / 1e6:.1f} MB, scratch {r.scratch_bytes / 1e6:.1f} MB, {layers} layers; "
-            f"runs {kernels}; plugins {', '.join(sorted(set(r.plugins.values())))}",
+            f"runs {kernels}; plugins {', '.join(sorted(set(r.plugins.values()))) or 'none'}{meet}",
             highlight=False,
         )
     carried = ", ".join(f"{c / 10:.1f}" for c in reports[0].capabilities)

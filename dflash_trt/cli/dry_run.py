@@ -37,6 +37,14 @@ def run(
     console.print(_table(size, options, args.backend))
     console.print(f"peak memory where it runs: {_gb(size.device)}", highlight=False)
     console.print(f"peak host memory for weights: {_gb(size.host)}", highlight=False)
+    if options.ranks > 1:
+        sums = 2 * target.config.num_layers
+        console.print(
+            f"all of it on each of {options.ranks} ranks, which meet {sums + 1} times in a verify: "
+            f"{sums} sums of {size.summed / 1e3:.1f} kB, a gathering of {size.gathered:.0f} bytes",
+            highlight=False,
+            soft_wrap=True,
+        )
     if gpu:
         console.print(verdict(size, gpu), highlight=False)
     console.print(f"files: {', '.join(size.files)}", highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,10 +24,20 @@ from dflash_trt.engines.directory import (
     new_directory,
     write_manifest,
 )
-from dflash_trt.engines.onnxruntime_build import batch_sizes, compile_models, model_name
+from dflash_trt.engines.onnxruntime_build import (
+    RANK_WEIGHTS_FILE,
+    SEGMENTS_FILE,
+    WEIGHTS_FILE,
+    WeightsFile,
+    batch_sizes,
+    compile_models,
+    model_name,
+    segment_name,
+)
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.cpu import lower
 from dflash_trt.lowering.lanes import unroll_lanes
+from dflash_trt.lowering.segments import segments
 from dflash_trt.models.dflash import drafter_graph
 from dflash_trt.models.graph import SourceGraph, Weight
 from dflash_trt.models.registry import target_graph
@@ -57,7 +68,7 @@ CPU_PRECISIONS: Mapping[str, CpuPrecision] = {
 @dataclass(frozen=True)
 class BuildOptions:
     """What a build is asked for. block: verify width; passes: refinement passes of the drafter;
-    max_batch: sequences at once."""
+    max_batch: sequences at once; ranks: processes that share the target (tensor parallel)."""
 
     name: str
     block: int
@@ -65,6 +76,7 @@ class BuildOptions:
     passes: int = 1
     max_seq_len: int = 2048
     max_batch: int = 1
+    ranks: int = 1
     chat_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,6 +86,8 @@ class BuildOptions:
             )
         if self.max_batch < 1:
             raise InputError(f"max-batch {self.max_batch}: an engine has at least one slot")
+        if self.ranks < 1:
+            raise InputError(f"tp {self.ranks}: a target has at least one rank")
         if self.passes not in (1, 2):
             raise InputError(f"passes {self.passes}: 1 or 2 refinement passes are supported")
         if self.max_seq_len < 2 * self.block:
@@ -107,7 +121,7 @@ def source_graphs(
             f"max-seq-len {options.max_seq_len}: the target ends at {target.config.max_positions} positions"
         )
     sources = Sources(
-        target_graph(target.config, drafter.config.taps, positions),
+        target_graph(target.config, drafter.config.taps, positions, options.ranks),
         drafter_graph(drafter.config, target.config, positions, options.passes),
         WeightLoader(
             {"target": target.tensors, "drafter": drafter.tensors},
@@ -155,8 +169,13 @@ def build_cpu(
     )  # fmt: skip
     with new_directory(out) as folder:
         write_sources(folder, target, sources)
-        models = _lowered(sources, precision, options.max_batch)
-        compile_models(models, _stored_forms(sources, precision), folder, progress)
+        with WeightsFile(folder / WEIGHTS_FILE) as common:
+            if options.ranks == 1:
+                models = _lowered(sources, precision, options.max_batch, "target", "drafter")
+                forms = _stored_forms(sources, precision, "target", "drafter")
+                compile_models(models, forms, folder, lambda _: common, progress)
+            else:
+                _compile_ranks(sources, precision, options, folder, common, progress)
         progress("hash files")
         write_manifest(folder, manifest)
     return manifest
@@ -178,34 +197,76 @@ def _check_cpu(target: TargetCheckpoint, drafter: DrafterCheckpoint, options: Bu
         )
 
 
+def _compile_ranks(
+    sources: Sources,
+    precision: CpuPrecision,
+    options: BuildOptions,
+    folder: Path,
+    common: WeightsFile,
+    progress: Callable[[str], None],
+) -> None:
+    """The drafter, which rank 0 alone runs, and every rank's segments of the target; `common` takes
+    the weights that are not cut."""
+    models = _lowered(sources, precision, options.max_batch, "drafter")
+    compile_models(
+        models, _stored_forms(sources, precision, "drafter"), folder, lambda _: common, progress
+    )
+    whole = {name for name, weight in sources.weights.items() if not weight.shard}
+    cut = segments(sources.target)
+    met = [asdict(segment.then) for segment in cut if segment.then]
+    (folder / SEGMENTS_FILE).write_text(json.dumps(met, indent=1) + "\n")
+    for rank in range(options.ranks):
+        models = {
+            model_name(segment_name(rank, index), size): model
+            for size in batch_sizes(options.max_batch)
+            for index, segment in enumerate(cut)
+            for model in [lower(unroll_lanes(segment.graph, size)[0], precision.target)[0]]
+        }
+        forms = _stored_forms(sources, precision, "target", rank=rank)
+        with WeightsFile(folder / RANK_WEIGHTS_FILE.format(rank=rank)) as own:
+
+            def file_of(name: str, own: WeightsFile = own) -> WeightsFile:
+                return common if name in whole else own
+
+            compile_models(models, forms, folder, file_of, progress)
+
+
 def _lowered(
-    sources: Sources, precision: CpuPrecision, max_batch: int
+    sources: Sources, precision: CpuPrecision, max_batch: int, *wanted: str
 ) -> dict[str, onnx.ModelProto]:
-    """Both models for every batch size, by the names of their files."""
+    """The wanted models for every batch size, by the names of their files."""
     return {
         model_name(name, size): lower(unroll_lanes(graph, size)[0], bits)[0]
         for size in batch_sizes(max_batch)
-        for name, graph, bits in (
-            ("target", sources.target, precision.target),
-            ("drafter", sources.drafter, precision.drafter),
-        )
+        for name, graph, bits in _graphs(sources, precision)
+        if name in wanted
     }
 
 
-def _stored_forms(
+def _graphs(
     sources: Sources, precision: CpuPrecision
+) -> tuple[tuple[str, SourceGraph, Mapping[str, int]], ...]:
+    return (
+        ("target", sources.target, precision.target),
+        ("drafter", sources.drafter, precision.drafter),
+    )
+
+
+def _stored_forms(
+    sources: Sources,
+    precision: CpuPrecision,
+    *wanted: str,
+    rank: int = 0,
 ) -> dict[str, Callable[[], dict[str, np.ndarray]]]:
-    """For each weight what makes the arrays that the lowered models read, in every form needed."""
-    bits: dict[str, set[int | None]] = {name: set() for name in sources.weights}
-    for graph, by_kind in (
-        (sources.target, precision.target),
-        (sources.drafter, precision.drafter),
-    ):
-        for weight in graph.weights:
-            bits[weight.name].add(by_kind.get(weight.kind))
+    """For each weight of the wanted models what makes the arrays that they read, in every
+    form needed; of what is cut, a rank's part."""
+    bits: dict[str, set[int | None]] = {}
+    for name, graph, by_kind in _graphs(sources, precision):
+        for weight in graph.weights if name in wanted else ():
+            bits.setdefault(weight.name, set()).add(by_kind.get(weight.kind))
 
     def arrays(weight: Weight) -> dict[str, np.ndarray]:
-        array = sources.loader.load(weight)
+        array = sources.loader.load(weight, rank)
         made: dict[str, np.ndarray] = {}
         for width in bits[weight.name]:
             made |= (
@@ -213,7 +274,7 @@ def _stored_forms(
             )
         return made
 
-    return {name: partial(arrays, weight) for name, weight in sources.weights.items()}
+    return {name: partial(arrays, sources.weights[name]) for name in bits}
 
 
 def integer_form(name: str, array: np.ndarray, bits: int) -> dict[str, np.ndarray]:
@@ -265,7 +326,7 @@ def describe(
         vocab_size=target.config.token_count,
         max_batch=options.max_batch,
         max_seq_len=options.max_seq_len,
-        tensor_parallel=1,
+        tensor_parallel=options.ranks,
         versions=versions,
         target_requirements=requirements,
         chat_arguments={

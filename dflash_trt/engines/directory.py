@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from dflash_trt.errors import InputError
 
 SCHEMA = 1
 MANIFEST = "engine.json"
+_RANK = re.compile(r"\.rank(\d+)\.")  # in the names of files that one rank of a mesh reads
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Manifest:
     """The content of engine.json. Sizes are counts of tokens unless said otherwise.
 
     block: verify width; drafted: tokens drafted per cycle, the anchor not counted; trained_block:
-    the block that the drafter was trained with; passes: refinement passes of a draft call;
+    the block that the drafter was trained with; tensor_parallel: ranks that share the target; passes: refinement passes of a draft call;
     target_requirements: what must be the same where the engine is loaded; files: size in bytes and
     SHA-256 of every other file; weights: how each weight is made from checkpoint tensors;
     chat_format: `template`, which is the Jinja file, or `harmony`.
@@ -141,8 +143,9 @@ def _put_in_place(work: Path, path: Path) -> None:
         work.rename(path)
 
 
-def read_manifest(path: Path, verify: bool = True) -> Manifest:
-    """engine.json of an engine directory; with `verify`, every file is compared with its hash."""
+def read_manifest(path: Path, verify: bool = True, rank: int = 0) -> Manifest:
+    """engine.json of an engine directory; with `verify`, every file is compared with its hash. Of
+    the files of a mesh's ranks, those of `rank`."""
     manifest_path = path / MANIFEST
     try:
         content = json.loads(manifest_path.read_text())
@@ -159,7 +162,7 @@ def read_manifest(path: Path, verify: bool = True) -> Manifest:
         manifest = _from_json(content)
     except (KeyError, TypeError) as error:
         raise InputError(f"{manifest_path}: is damaged ({error}); build the engine again") from None
-    _check_files(path, manifest, verify)
+    _check_files(path, manifest, verify, rank)
     return manifest
 
 
@@ -171,8 +174,10 @@ def _from_json(content: dict[str, Any]) -> Manifest:
     return Manifest(**content)
 
 
-def _check_files(path: Path, manifest: Manifest, verify: bool) -> None:
+def _check_files(path: Path, manifest: Manifest, verify: bool, rank: int) -> None:
     for name, known in manifest.files.items():
+        if (owner := _RANK.search(name)) and int(owner[1]) != rank:
+            continue
         file = path / name
         if not file.is_file():
             raise InputError(f"{file}: is missing; build the engine again")

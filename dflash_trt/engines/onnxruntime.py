@@ -16,23 +16,36 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import onnxruntime as ort
 import psutil
 
-from dflash_trt.engines.directory import check_requirements, cpu_kind, read_manifest
+from dflash_trt.engines.directory import (
+    Manifest,
+    check_requirements,
+    cpu_kind,
+    read_manifest,
+)
 from dflash_trt.engines.onnxruntime_build import batch_sizes, model_name, session_options
 from dflash_trt.errors import InputError
 
 PREFILL_CHUNK = 128  # tokens; larger chunks are no faster on a CPU and let others wait longer
 _CALLS_KEPT = 64  # bound calls, least recently used out first
 Lanes = tuple[int, ...]
+Arrays = Mapping[str, np.ndarray]
 
 
 def requirements() -> dict[str, str]:
     """What an engine directory for this backend depends on."""
     return {"onnxruntime": ort.__version__, "cpu": cpu_kind()}
+
+
+class Runs(Protocol):
+    """Something bound that runs as often as wanted."""
+
+    def run(self) -> None: ...
 
 
 class Call:
@@ -85,43 +98,52 @@ class OnnxRuntimePair:
     """
 
     prefill_chunk = PREFILL_CHUNK
+    _models: tuple[str, ...] = ("target", "drafter")
 
     def __init__(self, path: Path, threads: int = 0, verify: bool = True) -> None:
         """`threads` 0: one per core of this process. `verify`: compare every file with its hash."""
-        self.manifest = m = read_manifest(path, verify)
+        self.manifest = m = self._read(path, verify)
         check_requirements(path, m, requirements())
         self._sizes = batch_sizes(m.max_batch)
-        threads = threads or len(os.sched_getaffinity(0))
-        self._sessions = {
-            (model, size): _session(path / f"{model_name(model, size)}.onnx", threads)
-            for model in ("target", "drafter")
-            for size in self._sizes
-        }
+        self._sessions: dict[tuple[str, int], ort.InferenceSession] = {}
+        self._open(path, threads)
         check_memory(self.cache_bytes, m.max_batch, m.max_seq_len)
         self._caches = {
-            model: [self._slot_caches(model) for _ in range(m.max_batch)]
-            for model in ("target", "drafter")
+            model: [self._slot_caches(model) for _ in range(m.max_batch)] for model in self._models
         }
-        shapes = {i.name: i.shape for i in self._sessions["drafter", 1].get_inputs()}
-        size = int(shapes["features"][2])
+        size = len(m.taps) * int(m.target.config["hidden_size"])
         self._batch = Buffers(m.max_batch, m.block, size, m.block, m.vocab_size)
         self._chunk = Buffers(1, max(PREFILL_CHUNK, m.block), size, 1, m.vocab_size)
         self.context, self._accepted = (np.zeros(m.max_batch, np.int32) for _ in range(2))
         self.anchor = np.zeros(m.max_batch, np.int64)
         self.tokens, self.accepted = self._batch.view("tokens", 1, 1), self._batch.accepted[:1]
         self.logits = self._batch.view("logits", 1, 1, m.vocab_size)
-        self._calls: OrderedDict[Hashable, Call] = OrderedDict()
+        self._calls: OrderedDict[Hashable, Runs] = OrderedDict()
         self._arranged: tuple[Lanes, int] = ((), 0)  # lanes and rows that `features` holds
+
+    def _read(self, path: Path, verify: bool) -> Manifest:
+        return read_manifest(path, verify)
+
+    def _open(self, path: Path, threads: int) -> None:
+        for model in self._models:
+            self._open_model(path, model, threads or len(os.sched_getaffinity(0)))
+
+    def _open_model(self, path: Path, model: str, threads: int | None) -> None:
+        for size in self._sizes:
+            file = path / f"{model_name(model, size)}.onnx"
+            self._sessions[model, size] = open_session(file, threads)
+
+    def _model_inputs(self, model: str) -> list[ort.NodeArg]:
+        return list(self._sessions[model, 1].get_inputs())
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of all caches of all slots."""
-        shapes = [s for model in ("target", "drafter") for s in self._cache_shapes(model).values()]
+        shapes = [s for model in self._models for s in self._cache_shapes(model).values()]
         return 4 * self.manifest.max_batch * sum(int(np.prod(shape)) for shape in shapes)
 
     def _cache_shapes(self, model: str) -> dict[str, tuple[int, int, int, int]]:
-        inputs = self._sessions[model, 1].get_inputs()
-        shapes = {i.name: i.shape for i in inputs if "_cache." in i.name}
+        shapes = {i.name: i.shape for i in self._model_inputs(model) if "_cache." in i.name}
         size = self.manifest.capacity
         return {name: (1, heads, size, dim) for name, (_, heads, _, dim) in shapes.items()}
 
@@ -218,7 +240,7 @@ class OnnxRuntimePair:
 
     # Binding
 
-    def _bound(self, key: Hashable, make: Callable[[], Call]) -> Call:
+    def _bound(self, key: Hashable, make: Callable[[], Runs]) -> Runs:
         """The call of `key`, bound once and kept for a while."""
         call = self._calls.pop(key, None) or make()
         self._calls[key] = call
@@ -237,44 +259,52 @@ class OnnxRuntimePair:
 
     def _target_call(
         self, b: Buffers, lanes: Lanes, width: int, rows: np.ndarray, logits: bool
-    ) -> Call:
-        size, caches = len(lanes), self._bind_caches("target", lanes)
+    ) -> Runs:
+        size = len(lanes)
         inputs = {
-            "tokens": _value(b.view("tokens", size, width)),
-            "lengths": _value(b.lengths[:size]),
-            "rows": _value(rows.astype(np.int64)),
-            **caches,
+            "tokens": b.view("tokens", size, width),
+            "lengths": b.lengths[:size],
+            "rows": rows.astype(np.int64),
         }
         outputs = {
-            "features": _value(b.view("features", size, width, b.feature_size)),
-            **{name: _value(b.view(name, size)) for name in ("accepted", "anchor", "context")},
-            **{f"{name}.out": cache for name, cache in caches.items()},
+            "features": b.view("features", size, width, b.feature_size),
+            **{name: b.view(name, size) for name in ("accepted", "anchor", "context")},
         }
         if logits:
-            outputs["logits"] = _value(b.view("logits", *rows.shape, b.vocab))
-        return Call(self._sessions["target", size], inputs, outputs)
+            outputs["logits"] = b.view("logits", *rows.shape, b.vocab)
+        return self._call("target", lanes, inputs, outputs)
 
-    def _draft_call(self, b: Buffers, lanes: Lanes, rows: int, count: int) -> Call:
-        size, caches = len(lanes), self._bind_caches("drafter", lanes)
+    def _draft_call(self, b: Buffers, lanes: Lanes, rows: int, count: int) -> Runs:
+        size = len(lanes)
         inputs = {
-            "features": _value(b.view("features", size, rows, b.feature_size)),
-            **{name: _value(b.view(name, size)) for name in ("accepted", "anchor", "context")},
-            "masks": _value(np.full((size, count), self.manifest.mask_id, np.int64)),
-            **caches,
+            "features": b.view("features", size, rows, b.feature_size),
+            **{name: b.view(name, size) for name in ("accepted", "anchor", "context")},
+            "masks": np.full((size, count), self.manifest.mask_id, np.int64),
         }
-        outputs = {
-            "tokens": _value(b.view("tokens", size, 1 + count)),
-            "lengths": _value(b.lengths[:size]),
-            **{f"{name}.out": cache for name, cache in caches.items()},
-        }
-        return Call(self._sessions["drafter", size], inputs, outputs)
+        outputs = {"tokens": b.view("tokens", size, 1 + count), "lengths": b.lengths[:size]}
+        return self._call("drafter", lanes, inputs, outputs)
+
+    def _call(self, model: str, lanes: Lanes, inputs: Arrays, outputs: Arrays) -> Runs:
+        """A model over buffers and over the caches of `lanes`, which are written in place."""
+        values = self._values(model, lanes, inputs, outputs)
+        return Call(self._sessions[model, len(lanes)], *values)
+
+    def _values(
+        self, model: str, lanes: Lanes, inputs: Arrays, outputs: Arrays
+    ) -> tuple[dict[str, ort.OrtValue], dict[str, ort.OrtValue]]:
+        caches = self._bind_caches(model, lanes)
+        given = {name: value_over(array) for name, array in inputs.items()}
+        taken = {name: value_over(array) for name, array in outputs.items()}
+        updated = {f"{name}.out": cache for name, cache in caches.items()}
+        return given | caches, taken | updated
 
 
-def _session(path: Path, threads: int) -> ort.InferenceSession:
+def open_session(path: Path, threads: int | None) -> ort.InferenceSession:
+    """A compiled model; threads as in `session_options`."""
     return ort.InferenceSession(path, session_options(threads), providers=["CPUExecutionProvider"])
 
 
-def _value(array: np.ndarray) -> ort.OrtValue:
+def value_over(array: np.ndarray) -> ort.OrtValue:
     """An OrtValue over the array's own memory."""
     return ort.OrtValue.ortvalue_from_numpy(array)
 

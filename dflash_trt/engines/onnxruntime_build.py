@@ -1,4 +1,4 @@
-"""Compile lowered graphs for ONNX Runtime on the CPU: optimised model files and one weights file.
+"""Compile lowered graphs for ONNX Runtime on the CPU: optimised model files and their weights files.
 
 ONNX Runtime packs matrices into the layout of its kernels when it loads a model. For what several
 models use (the lm_head; every weight where there are models for several batch sizes) the packed form
@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,6 +23,8 @@ from onnx import helper
 
 ALIGNMENT = 4096  # a page: what is mapped starts on one
 WEIGHTS_FILE = "weights.bin"
+SEGMENTS_FILE = "segments.json"  # of a mesh: the collectives between the segments, in order
+RANK_WEIGHTS_FILE = "weights.rank{rank}.bin"  # of a mesh: what only this rank has
 _INLINE_LIMIT = 1024  # bytes; smaller initializers stay in the model file
 
 Arrays = Callable[[], dict[str, np.ndarray]]
@@ -39,44 +41,58 @@ def model_name(model: str, batch: int) -> str:
     return model if batch == 1 else f"{model}.b{batch}"
 
 
-@dataclass
+def segment_name(rank: int, index: int) -> str:
+    """The model of one segment of a rank's share of the target, as `model_name` takes it."""
+    return f"target.rank{rank}.{index:03}"
+
+
 class WeightsFile:
-    """Appends aligned blobs to a file; equal content is stored once."""
+    """Appends aligned blobs to a new file; equal content is stored once."""
 
-    path: Path
-    known: dict[bytes, int] = field(default_factory=dict)
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self._file = path.open("wb")
+        self._known: dict[bytes, int] = {}
 
-    def append(self, file: BinaryIO, blob: memoryview) -> int:
+    def __enter__(self) -> WeightsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def append(self, blob: memoryview) -> int:
         """Offset of `blob` in the file."""
         digest = hashlib.sha256(blob).digest()
-        if digest not in self.known:
-            file.write(b"\0" * (-file.tell() % ALIGNMENT))
-            self.known[digest] = file.tell()
-            file.write(blob)
-        return self.known[digest]
+        if digest not in self._known:
+            self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
+            self._known[digest] = self._file.tell()
+            self._file.write(blob)
+        return self._known[digest]
 
 
 def compile_models(
     models: Mapping[str, onnx.ModelProto],
     weights: Mapping[str, Arrays],
     folder: Path,
+    file_of: Callable[[str], WeightsFile],
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Write `<name>.onnx` for each of `models` and one weights file into `folder`.
+    """Write `<name>.onnx` for each of `models` into `folder`, and their weights to the files there
+    that `file_of` gives for the names of weights.
 
     `weights` makes for each weight the arrays that the lowered models read, by their names.
     """
     raw = folder / "raw.bin"
     placed = _write_raw(raw, weights, progress)
     shared = _shared_inputs(models.values())
-    merged = WeightsFile(folder / WEIGHTS_FILE)
-    with merged.path.open("wb") as file:
-        for name, model in models.items():
-            progress(f"compile {name}")
-            optimised = _optimise(_with_raw_weights(model, placed), folder, name)
-            _move_blobs(optimised, folder / f"{name}.packed.bin", merged, file, shared)
-            (folder / f"{name}.packed.bin").unlink()
-            (folder / f"{name}.onnx").write_bytes(optimised.SerializeToString())
+    for name, model in models.items():
+        progress(f"compile {name}")
+        optimised = _optimise(_with_raw_weights(model, placed), folder, name)
+        packed = folder / f"{name}.packed.bin"
+        if packed.exists():  # a model may hold nothing large
+            _move_blobs(optimised, packed, file_of, shared)
+            packed.unlink()
+        (folder / f"{name}.onnx").write_bytes(optimised.SerializeToString())
     raw.unlink()
 
 
@@ -152,14 +168,13 @@ def _shared_inputs(models: Iterable[onnx.ModelProto]) -> set[str]:
 
 
 def _move_blobs(
-    model: onnx.ModelProto, packed: Path, merged: WeightsFile, file: BinaryIO, shared: set[str]
+    model: onnx.ModelProto,
+    packed: Path,
+    file_of: Callable[[str], WeightsFile],
+    shared: set[str],
 ) -> None:
-    """Point every external initializer to the merged file, packed forms only of what is shared."""
+    """Point every external initializer to its weights file, packed forms only of what is shared."""
     data = np.memmap(packed, np.uint8, "r")
-
-    def moved(offset: int, length: int) -> int:
-        return merged.append(file, data[offset : offset + length].data)
-
     for tensor in _initializers(model.graph):
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             continue
@@ -167,8 +182,13 @@ def _move_blobs(
         keep = tensor.name in shared
         blobs = {k: v for k, v in entries.items() if keep and k.startswith("prepacked_")}
         offset, length = int(entries["offset"]), int(entries["length"])
+        file = file_of(tensor.name)
+
+        def moved(offset: int, length: int, file: WeightsFile = file) -> int:
+            return file.append(data[offset : offset + length].data)
+
         del tensor.external_data[:]
-        _set_location(tensor, WEIGHTS_FILE, moved(offset, length), length)
+        _set_location(tensor, file.name, moved(offset, length), length)
         for key, value in blobs.items():
             tensor.external_data.add(key=key, value=_moved_entry(value, moved))
 
@@ -196,10 +216,14 @@ def _moved_entry(value: str, moved: Callable[[int, int], int]) -> str:
     return "|".join([key, *out])
 
 
-def session_options(threads: int) -> Any:
-    """Options for a compiled model: nothing is optimised again."""
+def session_options(threads: int | None) -> Any:
+    """Options for a compiled model: nothing is optimised again. threads None: those of the
+    process, which all its sessions then share (see `mpi.share_threads`)."""
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
+    if threads is None:
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads = threads
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
     # Two sessions take turns, and a server shares its machine: threads that wait must sleep. On an

@@ -72,6 +72,12 @@ class Plan:
         return tuple(sorted({int(n) for text in found for n in re.findall(rb"sm(\d+)", text)}))
 
     @cached_property
+    def ranks(self) -> int:
+        """How many ranks the plan's collectives are over."""
+        found = [int(n) for s in self.segments for n in re.findall(r"world_size = (\d+)", s)]
+        return max(found, default=1)
+
+    @cached_property
     def operations(self) -> list[Operation]:
         return [operation for segment in self.segments for operation in _operations(segment)]
 
@@ -139,7 +145,8 @@ def _kernel_kind(operation: Operation) -> str:
 
 @dataclass(frozen=True)
 class Expectations:
-    """What a plan must keep to. Shapes are of weights as they are stored."""
+    """What a plan must keep to. Shapes are of weights as they are stored; `collectives`: the nodes at
+    which ranks meet, in order."""
 
     capabilities: tuple[int, ...]
     inputs: tuple[str, ...]
@@ -149,6 +156,7 @@ class Expectations:
     kv_heads: int
     quantised: tuple[tuple[int, int], ...] = ()
     scratch_limit: int = 0
+    collectives: tuple[str, ...] = ()
 
 
 def check_plan(plan: Plan, wanted: Expectations, name: str) -> None:
@@ -166,7 +174,24 @@ def check_plan(plan: Plan, wanted: Expectations, name: str) -> None:
     for plugin in wanted.plugins:
         if not any(o.kind == "custom_layer" and o.name == plugin for o in plan.operations):
             raise InputError(f"plan '{name}': the plugin of node '{plugin}' is not in it")
+    _check_collectives(plan, wanted, name)
     _check_memory(plan, wanted, name)
+
+
+def _check_collectives(plan: Plan, wanted: Expectations, name: str) -> None:
+    """Every program has each once, in the order of the graph: ranks wait for each other in it."""
+    programs = [
+        [o.name.partition("/")[0] for o in _operations(text) if o.kind.startswith("comm_")]
+        for text in plan.segments
+    ]
+    for found in filter(None, programs):
+        if tuple(found) != wanted.collectives:
+            raise InputError(
+                f"plan '{name}': the ranks meet {len(found)} times in it, {len(wanted.collectives)} "
+                "were asked for, or in another order"
+            )
+    if wanted.collectives and not any(programs):
+        raise InputError(f"plan '{name}': no collective is in it, the ranks would not meet")
 
 
 def _check_memory(plan: Plan, wanted: Expectations, name: str) -> None:

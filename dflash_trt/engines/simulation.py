@@ -24,7 +24,7 @@ from dflash_trt.engines.directory import (
     read_manifest,
     write_manifest,
 )
-from dflash_trt.engines.onnxruntime_build import compile_models
+from dflash_trt.engines.onnxruntime_build import WEIGHTS_FILE, WeightsFile, compile_models
 from dflash_trt.engines.tensorrt_directory import read_plans
 from dflash_trt.engines.tensorrt_weights import FILE, read_weights, weight_table
 from dflash_trt.errors import InputError
@@ -43,6 +43,8 @@ def build_simulation(
     manifest = read_manifest(engine)
     if manifest.backend == "cpu":
         raise InputError(f"{engine}: is an engine for the CPU; what is simulated is a TensorRT one")
+    if manifest.tensor_parallel > 1:
+        raise InputError(f"{engine}: is cut over ranks; what is simulated is built without --tp")
     if FILE not in manifest.files:
         raise InputError(
             f"{engine}: holds plans only; write its weights first: dflash-trt weights {engine}"
@@ -57,7 +59,8 @@ def build_simulation(
     tensors = read_weights(engine / FILE)
     arrays = {n: partial(_arrays, w, parts.get(n, {"": n}), tensors) for n, w in weights.items()}
     with new_directory(out) as folder:
-        compile_models(models, arrays, folder, progress)
+        with WeightsFile(folder / WEIGHTS_FILE) as file:
+            compile_models(models, arrays, folder, lambda _: file, progress)
         for name in ("tokenizer.json", "chat_template.jinja"):
             shutil.copy(engine / name, folder / name)
         made = _described(manifest)

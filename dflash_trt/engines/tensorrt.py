@@ -63,6 +63,11 @@ class TensorRTPair:
     def __init__(self, path: Path, verify: bool = True, graphs: bool = True) -> None:
         """`graphs`: play draft and verify as CUDA graphs."""
         self.manifest: Manifest = read_manifest(path, verify)
+        if self.manifest.tensor_parallel > 1:
+            raise InputError(
+                f"{path}: is for {self.manifest.tensor_parallel} GPUs; its plans are compiled, but "
+                "running them on several GPUs is not supported yet"
+            )
         if FILE not in self.manifest.files:
             raise InputError(
                 f"{path}: holds plans without weights; write them with: dflash-trt weights {path} "

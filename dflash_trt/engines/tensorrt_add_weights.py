@@ -75,7 +75,7 @@ def add_weights(
     work.mkdir()
     try:
         reports = list(content["plans"].values())
-        write_weights_of(work / FILE, target, drafter, sources, options, reports, progress)
+        write_weights_of(work, target, drafter, sources, options, reports, progress)
         write_text_format(work, target)
         for file in work.iterdir():
             file.replace(path / file.name)
@@ -110,6 +110,7 @@ def _options(manifest: Manifest) -> BuildOptions:
         passes=manifest.passes,
         max_seq_len=manifest.max_seq_len,
         max_batch=manifest.max_batch,
+        ranks=manifest.tensor_parallel,
         chat_arguments={k: v for k, v in arguments if k not in made_by_checkpoint},
     )
 

@@ -49,6 +49,11 @@ class PlanReport:
     plugins: Mapping[str, str]
     ours: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
+    @property
+    def collectives(self) -> Sequence[str]:
+        """The nodes at which ranks meet, in order."""
+        return [*self.ours.get("AllReduce", ()), *self.ours.get("AllGather", ())]
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -149,6 +154,7 @@ def _expectations(
             *((b.shape[0], b.shape[1]) for b in weights if b.made_of[1] in ("fp8", "nvfp4")),
             *(_unpacked(b) for b in report.bindings if plan.weights.get(b.name) == "mxfp4_blocks"),
         ),
+        collectives=tuple(report.collectives),
         scratch_limit=64_000_000 + 4 * 4 * widest * vocabulary_rows + 64 * rows * 4096,
     )
 

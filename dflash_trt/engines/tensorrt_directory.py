@@ -8,7 +8,7 @@ Plans of a pair, all of the two source graphs that lie in `source/`:
     drafter.draft    injects up to `block` rows and drafts a block
     drafter.inject   injects a chunk of a prompt
 
-They take the same weights, bound once. The number of sequences varies from 1 to `max_batch`.
+They take the same weights, bound once; the ranks of a mesh share the plans. The number of sequences varies from 1 to `max_batch`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from dflash_trt.engines.directory import (
 from dflash_trt.engines.tensorrt_build import PlanReport, compile_plans
 from dflash_trt.engines.tensorrt_weights import (
     FILE,
+    FILE,
+    RANK_FILE,
     Encoded,
     encode,
     from_export,
@@ -51,7 +53,7 @@ from dflash_trt.engines.tensorrt_weights import (
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import api
 from dflash_trt.lowering.tensorrt.linear import QUANTISED_KINDS
-from dflash_trt.lowering.tensorrt.plan import PRECISIONS, PlanRequest, Range
+from dflash_trt.lowering.tensorrt.plan import PRECISIONS, Binding, PlanRequest, Range
 from dflash_trt.models.graph import SourceGraph
 from dflash_trt.quantization.calibration import Calibration, calibrate_pair
 
@@ -95,6 +97,11 @@ def build_tensorrt(
     if options.precision not in PRECISIONS:
         known = ", ".join(PRECISIONS)
         raise InputError(f"precision '{options.precision}': {own.backend} offers {known}")
+    if options.ranks > 1 and options.precision != "bf16":
+        raise InputError(
+            f"precision '{options.precision}': {own.backend} cuts a target over ranks in bf16 only "
+            "(experts in MXFP4 stay what they are)"
+        )
     check_replaceable(out)
     sources = source_graphs(target, drafter, with_room(options, own))
     loaded = api.load(own.backend)
@@ -113,7 +120,8 @@ def build_tensorrt(
             reports = compile_plans(plans, folder, own.backend, own.capabilities, progress)
             if own.weights:
                 progress("quantise")
-                _write_weights(folder / FILE, sources, reports, encoding.result(), progress)
+                ranks, encoded = options.ranks, encoding.result()
+                _write_weights(folder, sources, ranks, reports, encoded, progress)
         _write_plans(folder / PLANS_FILE, reports, own)
         progress("hash files")
         write_manifest(folder, manifest)
@@ -130,12 +138,16 @@ def capacity(options: BuildOptions, own: TensorRTOptions) -> int:
     return options.max_seq_len + max(own.chunk, options.block)
 
 
-def _loader(sources: Sources) -> Callable[[str], np.ndarray]:
-    return lambda name: sources.loader.load(sources.weights[name])
+def _of_rank(progress: Callable[[str], None], rank: int) -> Callable[[str], None]:
+    return lambda what: progress(f"rank {rank}: {what}")
+
+
+def _loader(sources: Sources, rank: int = 0) -> Callable[[str], np.ndarray]:
+    return lambda name: sources.loader.load(sources.weights[name], rank)
 
 
 def write_weights_of(
-    path: Path,
+    folder: Path,
     target: TargetCheckpoint,
     drafter: DrafterCheckpoint,
     sources: Sources,
@@ -143,7 +155,7 @@ def write_weights_of(
     reports: Sequence[PlanReport],
     progress: Callable[[str], None],
 ) -> None:
-    """Write the weights file of plans that are compiled already."""
+    """Write the weights files of plans that are compiled already into `folder`."""
     quantised, _ = quantised_weights(sources, options.precision)
     planned = {b.made_of[0] for r in reports for b in r.bindings if b.made_of[1] in PRECISIONS}
     if planned != quantised:
@@ -153,20 +165,30 @@ def write_weights_of(
         )
     progress("quantise" if quantised else "weights")
     encoded = _encoded(target, drafter, sources, options, quantised)
-    _write_weights(path, sources, reports, encoded, progress)
+    _write_weights(folder, sources, options.ranks, reports, encoded, progress)
 
 
 def _write_weights(
-    path: Path,
+    folder: Path,
     sources: Sources,
+    ranks: int,
     reports: Sequence[PlanReport],
     encoded: Mapping[str, Encoded],
     progress: Callable[[str], None],
 ) -> None:
+    """One file of what every rank has, and where the target is cut one for each rank's parts."""
     bindings = [report.bindings for report in reports]
     shapes = {name: w.shape for name, w in sources.weights.items()}
     table, load = weight_table(bindings) | sinks_table(bindings, shapes), _loader(sources)
-    write_weights(path, table, lambda n: encoded[n] if n in encoded else load(n), progress)
+    cut = {name for name, b in table.items() if sources.weights[b.made_of[0] or name].shard}
+    whole = {name: b for name, b in table.items() if name not in cut}
+    write_weights(
+        folder / FILE, whole, lambda n: encoded[n] if n in encoded else load(n), progress
+    )
+    for rank in range(ranks) if cut else ():
+        own = {name: table[name] for name in table if name in cut}
+        path, say = folder / RANK_FILE.format(rank=rank), _of_rank(progress, rank)
+        write_weights(path, own, _loader(sources, rank), say)
 
 
 def _write_plans(path: Path, reports: Sequence[PlanReport], own: TensorRTOptions) -> None:

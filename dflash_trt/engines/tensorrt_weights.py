@@ -20,6 +20,7 @@ from dflash_trt.lowering.tensorrt.plan import Binding
 from dflash_trt.quantization import fp8, nvfp4
 
 FILE = "weights.safetensors"
+RANK_FILE = "weights.rank{rank}.safetensors"  # of a mesh: what only this rank has
 _HEADER_ALIGNMENT = 256
 _STORED = {
     "BF16": ("BF16", 2),
@@ -28,14 +29,21 @@ _STORED = {
     "FP8": ("F8_E4M3", 1),
     "E8M0": ("U8", 1),
     "INT8": ("U8", 1),
+    "INT64": ("I64", 8),
 }
-_NUMPY = {"BF16": ml_dtypes.bfloat16, "HALF": np.float16, "FLOAT": np.float32}
+_NUMPY = {
+    "BF16": ml_dtypes.bfloat16,
+    "HALF": np.float16,
+    "FLOAT": np.float32,
+    "INT64": np.int64,
+}
 _READ = {
     "BF16": ml_dtypes.bfloat16,
     "F16": np.float16,
     "F32": np.float32,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "U8": np.uint8,
+    "I64": np.int64,
 }
 
 

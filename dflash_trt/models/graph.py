@@ -11,6 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from dflash_trt import ops
+from dflash_trt.models.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,10 @@ class Weight:
     `sources` are concatenated along axis 0 and transposed where `transpose` is set. `kind` says
     what the weight is for and with that which precision recipes apply to it: `projection`, `fc`,
     `lm_head`, `embedding`, `norm`, `bias`, `router`, `sinks`, `mxfp4_blocks` and `mxfp4_scales`
-    (uint8, see `MixtureOfExperts`), `token_map` (int64, see `models.dflash`), `rope_cos` and
-    `rope_sin` (computed from the rotary settings of `model`, no sources). `model` is `target` or
-    `drafter`.
+    (uint8, see `MixtureOfExperts`), `token_map` (int64, see `models.dflash`), `shard_start` (int64,
+    where the vocabulary shard begins, no sources), `rope_cos` and `rope_sin` (computed from the
+    rotary settings of `model`, no sources). `model` is `target` or `drafter`. `shard`: the part of
+    the sources that a rank has, where they are cut; `shape` is the part's.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Weight:
     sources: tuple[str, ...]
     transpose: bool = False
     model: str = "target"
+    shard: Shard | None = None
 
     @property
     def dtype(self) -> int:
@@ -42,6 +45,7 @@ _STORED_TYPES = {
     "mxfp4_blocks": TensorProto.UINT8,
     "mxfp4_scales": TensorProto.UINT8,
     "token_map": TensorProto.INT64,
+    "shard_start": TensorProto.INT64,
 }
 
 
@@ -72,6 +76,7 @@ class GraphWriter:
     outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
+    described: list[onnx.ValueInfoProto] = field(default_factory=list)
 
     def input(self, name: str, dtype: int, shape: Sequence[int | str]) -> str:
         self.inputs.append(helper.make_tensor_value_info(name, dtype, shape))
@@ -84,6 +89,11 @@ class GraphWriter:
     def declare_output(self, name: str, dtype: int, shape: Sequence[int | str]) -> str:
         self.outputs.append(helper.make_tensor_value_info(name, dtype, shape))
         return name
+
+    def describe(self, value: str, shape: Sequence[int | str]) -> str:
+        """Note the shape of a value, fp32, at which the graph may be cut (see `lowering.segments`)."""
+        self.described.append(helper.make_tensor_value_info(value, TensorProto.FLOAT, shape))
+        return value
 
     def weight(self, weight: Weight) -> str:
         known = self.weights.setdefault(weight.name, weight)
@@ -129,6 +139,7 @@ class GraphWriter:
             self.inputs + weight_inputs,
             self.outputs,
             list(self.constants.values()),
+            value_info=self.described,
         )
         model = helper.make_model(
             graph,

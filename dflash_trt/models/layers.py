@@ -10,6 +10,8 @@ import numpy as np
 
 from dflash_trt.config import TargetConfig
 from dflash_trt.models.graph import GraphWriter, Weight
+from dflash_trt.models.shards import Shard, Share
+from dflash_trt.ops import DOMAIN
 
 
 def rms_norm(
@@ -28,18 +30,38 @@ def linear(
     model: str,
     kind: str = "projection",
     bias: bool = False,
+    shard: Shard | None = None,
 ) -> str:
-    """x [.., in] @ w [in, out] (+ b); `sources` name checkpoint modules, stacked along out."""
+    """x [.., in] @ w [in, out] (+ b); `sources` name checkpoint modules, stacked along out.
+
+    A shard along out (axis 0 of a source) has the bias cut alike; one along in leaves a product to
+    be added up over the ranks, before the bias.
+    """
     tensors = tuple(f"{s}.weight" for s in sources)
     weight = g.weight(
-        Weight(f"{model}.{name}.weight", shape, kind, tensors, transpose=True, model=model)
+        Weight(f"{model}.{name}.weight", shape, kind, tensors, True, model=model, shard=shard)
     )
-    y = g.op("MatMul", x, weight, name=f"{name}.matmul" if bias else name)
+    summed = shard is not None and shard.axis == 1
+    y = g.op("MatMul", x, weight, name=f"{name}.matmul" if bias or summed else name)
+    if summed and shard:
+        y = all_reduce(g, y, shard.ranks, shape[1], f"{name}.sum" if bias else name)
     if not bias:
         return y
     biases = tuple(f"{s}.bias" for s in sources)
-    b = g.weight(Weight(f"{model}.{name}.bias", (shape[1],), "bias", biases, model=model))
+    cut = None if summed else shard
+    b = g.weight(
+        Weight(f"{model}.{name}.bias", (shape[1],), "bias", biases, model=model, shard=cut)
+    )
     return g.op("Add", y, b, name=name)
+
+
+def all_reduce(g: GraphWriter, x: str, ranks: int, size: int, name: str) -> str:
+    """The sum of all ranks' x [B, S, size]; x itself where there is one rank."""
+    if ranks == 1:
+        return x
+    g.describe(x, ["B", "S", size])
+    y = g.op("AllReduce", x, name=name, domain=DOMAIN, ranks=ranks)
+    return g.describe(y, ["B", "S", size])
 
 
 def split(g: GraphWriter, x: str, sizes: list[int], parts: str, name: str) -> list[str]:
@@ -67,20 +89,19 @@ def head_norm(
 
 
 def swiglu_mlp(
-    g: GraphWriter, x: str, hidden: int, inner: int, prefix: str, name: str, model: str
-) -> str:
-    """down(silu(gate(x)) * up(x)), gate and up as one matmul."""
-    both = linear(
-        g,
-        x,
-        (hidden, 2 * inner),
-        (f"{prefix}.gate_proj", f"{prefix}.up_proj"),
-        f"{name}.gate_up",
-        model,
-    )
-    gate, up = split(g, both, [inner, inner], "gate up", name)
+    g: GraphWriter, x: str, hidden: int, inner: int, prefix: str, name: str, model: str,
+    share: Share | None = None,
+) -> str:  # fmt: skip
+    """down(silu(gate(x)) * up(x)), gate and up as one matmul; `share`: of a mesh's rank."""
+    part = share.inner if share else inner
+    columns = share.cut(0, (inner, part), (inner, part)) if share else None
+    rows = share.cut(1, (inner, part)) if share else None
+    modules = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+    both = linear(g, x, (hidden, 2 * part), modules, f"{name}.gate_up", model, shard=columns)
+    gate, up = split(g, both, [part, part], "gate up", name)
     activated = g.op("Mul", g.op("Swish", gate, name=f"{name}.silu"), up, name=f"{name}.act")
-    return linear(g, activated, (inner, hidden), (f"{prefix}.down_proj",), f"{name}.down", model)
+    down = f"{prefix}.down_proj"
+    return linear(g, activated, (part, hidden), (down,), f"{name}.down", model, shard=rows)
 
 
 def rope_tables(g: GraphWriter, positions: int, head_dim: int, model: str) -> tuple[str, str]:
@@ -108,6 +129,21 @@ def lm_head(g: GraphWriter, x: str, target: TargetConfig, name: str) -> str:
     padded = g.op("MatMul", x, weight, name=f"{name}.padded")
     ends = g.constant([0]), g.constant([target.token_count]), g.constant([-1])
     return g.op("Slice", padded, *ends, name=name)
+
+
+def lm_head_shard(g: GraphWriter, x: str, target: TargetConfig, share: Share, name: str) -> str:
+    """The rank's largest logit and its token, [B, W, 2]; see the op `BestOfShard`."""
+    source = "model.embed_tokens.weight" if target.tied_embeddings else "lm_head.weight"
+    size = (target.token_count, share.tokens)
+    shard = share.cut(0, size, overlap=True)
+    shape = (target.hidden_size, share.tokens)
+    weight = g.weight(
+        Weight("lm_head.shard.weight", shape, "lm_head", (source,), transpose=True, shard=shard)
+    )
+    logits = g.op("MatMul", x, weight, name=name)
+    start = g.weight(Weight("lm_head.shard.start", (1,), "shard_start", (), shard=shard))
+    best = g.op("BestOfShard", logits, start, name="best", domain=DOMAIN)
+    return g.describe(best, ["B", "W", 2])
 
 
 def embed(g: GraphWriter, tokens: str, hidden: int, vocab: int, name: str) -> str:

@@ -6,13 +6,17 @@ from dflash_trt.config import TargetConfig
 from dflash_trt.models import layers
 from dflash_trt.models.decoder import MODEL, decoder_graph
 from dflash_trt.models.graph import GraphWriter, SourceGraph
+from dflash_trt.models.shards import Share
 
 
-def target_graph(config: TargetConfig, taps: tuple[int, ...], positions: int) -> SourceGraph:
+def target_graph(
+    config: TargetConfig, taps: tuple[int, ...], positions: int, ranks: int = 1
+) -> SourceGraph:
     """The target's graph, inputs and outputs as in `decoder_graph`."""
-    return decoder_graph(config, taps, positions, _mlp)
+    return decoder_graph(config, taps, positions, _mlp, ranks)
 
 
-def _mlp(g: GraphWriter, c: TargetConfig, h: str, layer: int) -> str:
+def _mlp(g: GraphWriter, c: TargetConfig, share: Share, h: str, layer: int) -> str:
     prefix, name = f"model.layers.{layer}.mlp", f"l{layer}.mlp"
-    return layers.swiglu_mlp(g, h, c.hidden_size, c.intermediate_size, prefix, name, MODEL)
+    sizes = c.hidden_size, c.intermediate_size
+    return layers.swiglu_mlp(g, h, *sizes, prefix, name, MODEL, share)

@@ -8,6 +8,7 @@ import onnx
 
 from dflash_trt.ops import (
     attention,
+    collectives,
     confidence_commit,
     kv_injection,
     mixture_of_experts,
@@ -27,7 +28,10 @@ _ATTENTION = (
 _OTHERS = (
     kv_injection.InjectLayer,
     confidence_commit.ConfidenceCommit,
+    speculative_verify.AcceptGreedy,
     speculative_verify.SpeculativeVerify,
+    collectives.BestOfShard,
+    collectives.VerifyShards,
     mixture_of_experts.DecodeMXFP4,
     mixture_of_experts.ExpertMLP,
     mixture_of_experts.MixtureOfExperts,

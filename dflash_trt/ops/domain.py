@@ -7,7 +7,7 @@ Shape letters used by every op in this folder:
     D  size of one head                L  capacity of a cache, in tokens
     R  feature rows to inject          W  rows whose logits are read
     M  drafted slots (block - 1)       V  vocabulary
-    P  rows of a rotary table
+    P  rows of a rotary table          ranks  processes that share one target
 """
 
 import onnx

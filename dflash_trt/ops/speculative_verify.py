@@ -23,9 +23,9 @@ op = OPSET
 
 
 @script(DFLASH, default_opset=OPSET)
-def SpeculativeVerify(logits, tokens, rows, lengths):
+def AcceptGreedy(greedy, tokens, rows, lengths):
+    """SpeculativeVerify behind the arg max: greedy [B, W] int64 is the target's token of each row."""
     one = op.Constant(value_ints=[1])
-    greedy = op.ArgMax(logits, axis=-1, keepdims=0)  # [B, W]
     width = op.Shape(rows, start=1, end=2)
     drafted = op.Slice(op.GatherElements(tokens, rows, axis=1), one, width, one)
     predicted = op.Slice(greedy, [0], width - one, one)
@@ -37,3 +37,10 @@ def SpeculativeVerify(logits, tokens, rows, lengths):
     first = op.Slice(rows, [0], one, one)
     accepted = op.Cast(op.Squeeze(first + one + agreed, one), to=6)
     return accepted, anchor, lengths + accepted
+
+
+@script(DFLASH, default_opset=OPSET)
+def SpeculativeVerify(logits, tokens, rows, lengths):
+    greedy = op.ArgMax(logits, axis=-1, keepdims=0)
+    accepted, anchor, context = DFLASH.AcceptGreedy(greedy, tokens, rows, lengths)
+    return accepted, anchor, context

@@ -8,11 +8,19 @@ from math import prod
 
 from dflash_trt.config import DrafterConfig, TargetConfig
 from dflash_trt.engines.build import CPU_PRECISIONS, BuildOptions, Sources, drafted_slots
-from dflash_trt.engines.onnxruntime_build import WEIGHTS_FILE, batch_sizes, model_name
-from dflash_trt.engines.tensorrt_weights import FILE
+from dflash_trt.engines.onnxruntime_build import (
+    RANK_WEIGHTS_FILE,
+    SEGMENTS_FILE,
+    WEIGHTS_FILE,
+    batch_sizes,
+    model_name,
+    segment_name,
+)
+from dflash_trt.engines.tensorrt_weights import FILE, RANK_FILE
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.attention import shape_with_sinks
 from dflash_trt.models.graph import Weight
+from dflash_trt.models.shards import share_of
 from dflash_trt.planner.hardware import Gpu
 
 PREFILL_CHUNK = 128
@@ -27,13 +35,17 @@ _TEXT = ("tokenizer.json", "chat_template.jinja")
 @dataclass(frozen=True)
 class BuildSize:
     """Sizes in bytes. weights: by component; caches: keys and values of all slots; work: buffers
-    between the engines and logits; largest: the biggest weight as it is read, in fp32."""
+    between the engines and logits; largest: the biggest weight as it is read, in fp32. Of several
+    ranks it is what one has (on the CPU rank 0, which has the drafter); `summed` and `gathered`:
+    what it brings to each sum and gathering of a verify."""
 
     weights: Mapping[str, float]
     caches: Mapping[str, float]
     work: float
     largest: float
     files: tuple[str, ...]
+    summed: float
+    gathered: float
 
     @property
     def stored(self) -> float:
@@ -58,25 +70,28 @@ def build_size(
     backend: str,
 ) -> BuildSize:
     """What `options` would build from these models."""
-    element = 4 if backend == "cpu" else 2
+    element, share = 4 if backend == "cpu" else 2, share_of(target, options.ranks)
     caches = {
-        "target": _cache_bytes(target, options, backend, target.attention_sinks),
-        "drafter": _cache_bytes(drafter, options, backend, False),
+        "target": _cache_bytes(target, share.kv_heads, options, backend, target.attention_sinks),
+        "drafter": _cache_bytes(drafter, drafter.num_kv_heads, options, backend, False),
     }
     slots = options.block + drafted_slots(options, drafter)
     features = PREFILL_CHUNK * len(drafter.taps) * target.hidden_size
     work = options.max_batch * element * (slots * target.vocab_size + features)
     largest = max(prod(w.shape) * _read_bytes(w) for w in sources.weights.values())
     weights = _components(sources, options, backend)
-    return BuildSize(weights, caches, work, largest, _files(backend, options))
+    rows = options.max_batch * options.block
+    files = _files(backend, options, 2 * target.num_layers + 2)
+    sums = element * rows * target.hidden_size
+    return BuildSize(weights, caches, work, largest, files, sums, 8 * rows)
 
 
 def _cache_bytes(
-    c: TargetConfig | DrafterConfig, options: BuildOptions, backend: str, sinks: bool
+    c: TargetConfig | DrafterConfig, heads: int, options: BuildOptions, backend: str, sinks: bool
 ) -> float:
     """Keys and values of all layers and slots; TensorRT keeps attention sinks in wider heads."""
     capacity = options.max_seq_len + max(options.block, PREFILL_CHUNK)
-    shape = [options.max_batch, c.num_kv_heads, capacity, c.head_dim]
+    shape = [options.max_batch, heads, capacity, c.head_dim]
     if sinks and backend != "cpu":
         shape = shape_with_sinks(shape)
     return 2.0 * c.num_layers * prod(shape) * (4 if backend == "cpu" else 2)
@@ -117,13 +132,20 @@ def _element_bytes(weight: Weight, user: str, precision: str, backend: str) -> f
     return _TENSORRT[precision] if weight.kind == "projection" else 2.0
 
 
-def _files(backend: str, options: BuildOptions) -> tuple[str, ...]:
+def _files(backend: str, options: BuildOptions, segments: int) -> tuple[str, ...]:
+    ranks = range(options.ranks) if options.ranks > 1 else ()
     if backend == "cpu":
         sizes = batch_sizes(options.max_batch)
+        if ranks:
+            parts = [segment_name(r, i) for r in ranks for i in range(segments)]
+            models = [f"{model_name(m, n)}.onnx" for n in sizes for m in ("drafter", *parts)]
+            own = [RANK_WEIGHTS_FILE.format(rank=r) for r in ranks]
+            return (*models, WEIGHTS_FILE, *own, SEGMENTS_FILE, *_ALWAYS, *_TEXT)
         models = [f"{model_name(m, n)}.onnx" for n in sizes for m in ("target", "drafter")]
         return (*models, WEIGHTS_FILE, *_ALWAYS, *_TEXT)
     plans = ("target.verify", "target.prefill", "drafter.draft", "drafter.inject")
-    return (*(f"{plan}.engine" for plan in plans), FILE, "plans.json", *_ALWAYS, *_TEXT)
+    cut = [RANK_FILE.format(rank=r) for r in ranks]
+    return (*(f"{plan}.engine" for plan in plans), FILE, *cut, "plans.json", *_ALWAYS, *_TEXT)
 
 
 def check_precision(precision: str, backend: str) -> None:

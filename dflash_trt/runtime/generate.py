@@ -56,7 +56,9 @@ class Runtime:
     def load(cls, path: Path, threads: int = 0, queue_limit: int = 256) -> Runtime:
         """Load an engine directory; everything in it is checked first.
 
-        threads: 0 for one per core; queue_limit: requests that may wait for a slot.
+        threads: 0 for one per core; queue_limit: requests that may wait for a slot. An engine of
+        several ranks is loaded by as many processes under `mpirun`: it comes back on rank 0 only,
+        the others follow rank 0 until it ends and then end themselves.
         """
         engines = _load_engines(path, threads)
         return cls(engines, _codec(path, engines.manifest), queue_limit)
@@ -220,7 +222,12 @@ class _Answer:
 
 def _load_engines(path: Path, threads: int) -> EnginePair:
     """The pair of an engine directory by its backend."""
-    if read_manifest(path, verify=False).backend == "cpu":
+    manifest = read_manifest(path, verify=False)
+    if manifest.backend == "cpu" and manifest.tensor_parallel > 1:
+        from dflash_trt.engines.ranks import join_ranks
+
+        return join_ranks(path, manifest.tensor_parallel, threads)
+    if manifest.backend == "cpu":
         return OnnxRuntimePair(path, threads)
     from dflash_trt.engines.tensorrt import TensorRTPair
 

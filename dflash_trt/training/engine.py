@@ -21,7 +21,12 @@ from dflash_trt.checkpoints import TargetCheckpoint
 from dflash_trt.checkpoints.weights import WeightLoader
 from dflash_trt.engines.directory import new_directory
 from dflash_trt.engines.onnxruntime import PREFILL_CHUNK, Call
-from dflash_trt.engines.onnxruntime_build import compile_models, session_options
+from dflash_trt.engines.onnxruntime_build import (
+    WEIGHTS_FILE,
+    WeightsFile,
+    compile_models,
+    session_options,
+)
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.cpu import lower
 from dflash_trt.models.graph import Weight
@@ -60,7 +65,8 @@ def prepare_engine(
     arrays = {w.name: partial(_array, loader, w) for w in graph.weights}
     model, _ = lower(graph, {})
     with new_directory(folder) as out:
-        compile_models({"target": model}, arrays, out)
+        with WeightsFile(out / WEIGHTS_FILE) as file:
+            compile_models({"target": model}, arrays, out, lambda _: file)
         (out / KEY_FILE).write_text(wanted)
 
 

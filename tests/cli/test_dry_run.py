@@ -33,6 +33,14 @@ def test_gpt_oss_120b(capsys: pytest.CaptureFixture[str]) -> None:
     assert "target.verify.engine" in out
 
 
+def test_a_rank_of_gpt_oss_120b(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = dry_run(capsys, "--target", "gpt-oss-120b", "--tp", 8)
+    assert status == 0
+    assert "on each of 8 ranks, which meet 73 times in a verify: 72 sums of 57.6 kB" in out
+    assert "weights.rank7.safetensors" in out
+    assert "rank8" not in out
+
+
 def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--target", "gpt-oss-120b", "--gpu", "rtx-pro-6000", "--max-batch", 64)
     assert "does NOT fit" in dry_run(capsys, *arguments)[1]
@@ -42,6 +50,8 @@ def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "sentence"),
     [
         (["--gpu", "voodoo2"], "gpu 'voodoo2'"),
+        (["--tp", 16], "tp 16: the target has 8 key/value heads"),
+        (["--tp", 0], "tp 0: a target has at least one rank"),
         (["--precision", "int4"], "precision 'int4': tensorrt-rtx offers bf16, fp8, nvfp4"),
         (["--max-seq-len", 200000], "max-seq-len 200000: the target ends at 131072 positions"),
     ],

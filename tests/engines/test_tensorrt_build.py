@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 
 import ml_dtypes
 import numpy as np
 import pytest
 from onnx import helper, save
 
+from dflash_trt.checkpoints import open_target
 from dflash_trt.cli import main
 from dflash_trt.config import DrafterConfig, Rope, TargetConfig
 from dflash_trt.engines import tensorrt_build
 from dflash_trt.engines.build import BuildOptions
 from dflash_trt.engines.plan import Expectations, Plan, check_plan, expanded_caches
+from dflash_trt.engines.tensorrt import TensorRTPair
 from dflash_trt.engines.tensorrt_build import compile_plans
 from dflash_trt.engines.tensorrt_directory import (
     TensorRTOptions,
@@ -27,6 +30,7 @@ from dflash_trt.lowering.tensorrt import api
 from dflash_trt.models.dflash import drafter_graph
 from dflash_trt.models.llama import target_graph
 from dflash_trt.quantization import nvfp4
+from tests.tiny import tiny_target
 
 pytest.importorskip("tensorrt_rtx", reason="pip install 'dflash-trt[tensorrt-rtx]'")
 
@@ -71,6 +75,65 @@ def test_the_smollm2_pair_is_compiled_for_blackwell(tmp_path, smollm2, precision
     assert [(b.name, b.shape) for b in wide] == [
         ("logits", (-1, 8, 49152)), ("logits", (-1, 1, 49152)),
     ], "of verify and prefill; a drafter's logits never leave it"  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, tiny_checkpoints):
+    """A tiny pair for two ranks; three key heads do not divide by two."""
+    folder = tmp_path_factory.mktemp("two")
+    uneven = tiny_target(folder / "target", num_attention_heads=6, num_key_value_heads=3)
+    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8)
+    target = open_target(uneven)
+    manifest, reports = build_tensorrt(
+        target, tiny_checkpoints[1], options_for(ranks=2), own, folder / "engine"
+    )
+    assert manifest.tensor_parallel == 2
+    return folder / "engine", target, reports
+
+
+def test_ranks_meet_twice_a_layer_and_once_over_the_vocabulary(two_ranks):
+    """Looked for in the plans: those of the target have them, a draft needs none."""
+    folder, _, reports = two_ranks
+    layers = [f"l{layer}.{part}" for layer in range(4) for part in ("attn.o", "mlp.down")]
+    for report in reports:
+        plan = Plan.read(folder / report.file)
+        kinds = Counter(o.kind for o in plan.operations if o.kind.startswith("comm_"))
+        if report.name.startswith("drafter"):
+            assert not kinds
+            continue
+        assert kinds == {"comm_allreduce": 8, "comm_allgather": 1}
+        assert plan.ranks == 2
+        assert list(report.collectives) == [*layers, "best.all"]
+
+
+def test_a_plan_whose_ranks_would_not_meet_is_refused(two_ranks):
+    folder, _, reports = two_ranks
+    plan = Plan.read(folder / "target.verify.engine")
+    few = Expectations((120,), (), (), (), 76, 2, collectives=("l0.attn.o", "best.all"))
+    with pytest.raises(InputError, match="meet 9 times in it, 2 were asked for"):
+        check_plan(plan, few, "p")
+    with pytest.raises(InputError, match="no collective is in it"):
+        check_plan(Plan.read(folder / "drafter.draft.engine"), few, "p")
+
+
+def test_each_rank_has_weights_of_its_own_and_all_have_the_rest(two_ranks):
+    folder, target, reports = two_ranks
+    whole = mapped(folder / "weights.safetensors")
+    parts = [mapped(folder / f"weights.rank{rank}.safetensors") for rank in range(2)]
+    asked = {b.name for r in reports for b in r.bindings if b.role == "weight"}
+    assert asked == {*whole, *parts[0]}
+    assert not set(whole) & set(parts[0])
+    down = target.tensors.read("model.layers.0.mlp.down_proj.weight").T
+    found = np.concatenate([p["target.l0.mlp.down.weight"] for p in parts])
+    np.testing.assert_array_equal(found, down.astype(ml_dtypes.bfloat16))
+    assert [int(p["lm_head.shard.start"][0]) for p in parts] == [0, 144]
+    kept = sum(a.nbytes for a in parts[1].values()) / sum(a.nbytes for a in parts[0].values())
+    assert kept == 1, "all ranks' shards have the same shapes"
+
+
+def test_running_on_several_gpus_is_refused(two_ranks):
+    with pytest.raises(InputError, match="is for 2 GPUs; its plans are compiled, but"):
+        TensorRTPair(two_ranks[0])
 
 
 def options_for(precision="bf16", **changes):
@@ -142,7 +205,7 @@ def test_weights_are_those_of_the_checkpoint(engine, pair):
 
 def mapped(path):
     types = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "U8": np.uint8}
-    types["F8_E4M3"] = ml_dtypes.float8_e4m3fn
+    types |= {"F8_E4M3": ml_dtypes.float8_e4m3fn, "I64": np.int64}
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     found = {}

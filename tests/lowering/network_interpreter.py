@@ -6,14 +6,18 @@ fp32 (quantisation apart, which it rounds as it is documented), in an order of l
 from those that their inputs allow, with caches changed in place as on the device: a dependency that
 is missing in the network shows as a wrong result.
 
-As a program: `python -m tests.lowering.network_interpreter REQUEST.json INPUTS.npz OUTPUTS.npz SEED`.
+As a program: `python -m tests.lowering.network_interpreter REQUEST.json INPUTS.npz OUTPUTS.npz SEED`,
+and with a number of RANKS behind that for the ranks of a mesh, each in a thread; `name@1` is then what
+rank 1 has instead of `name`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,7 @@ from tests.lowering.network_ops import ELEMENTWISE, UNARY, attention, plugin, ro
 CLASSES = {
     "ACTIVATION": "IActivationLayer", "CAST": "ICastLayer", "CONCATENATION": "IConcatenationLayer",
     "CONSTANT": "IConstantLayer", "DEQUANTIZE": "IDequantizeLayer",
+    "DIST_COLLECTIVE": "IDistCollectiveLayer",
     "DYNAMIC_QUANTIZE": "IDynamicQuantizeLayer", "ELEMENTWISE": "IElementWiseLayer",
     "GATHER": "IGatherLayer", "MATRIX_MULTIPLY": "IMatrixMultiplyLayer", "REDUCE": "IReduceLayer",
     "ROTARY_EMBEDDING": "IRotaryEmbeddingLayer", "SHUFFLE": "IShuffleLayer",
@@ -36,11 +41,31 @@ CLASSES = {
 }  # fmt: skip
 
 
+class Mesh:
+    """Where the ranks, a thread each, meet."""
+
+    def __init__(self, ranks: int) -> None:
+        self.parts: list[Any] = [None] * ranks
+        self.barrier = Barrier(ranks, timeout=60)
+
+    def exchange(self, rank: int, name: str, x: np.ndarray) -> list[np.ndarray]:
+        """All ranks' x; they must be at the same layer."""
+        self.parts[rank] = name, x
+        self.barrier.wait()
+        names, parts = zip(*self.parts, strict=True)
+        self.barrier.wait()
+        assert len(set(names)) == 1, f"ranks meet in different layers: {names}"
+        return list(parts)
+
+
 class Interpreter:
     """One network and the values computed so far, by tensor name."""
 
-    def __init__(self, net: Network, inputs: dict[str, np.ndarray], seed: int) -> None:
+    def __init__(
+        self, net: Network, inputs: dict[str, np.ndarray], seed: int, mesh: Mesh, rank: int
+    ) -> None:
         self.trt, self.net = net.trt, net
+        self.mesh, self.rank = mesh, rank
         self.rng, self.late = np.random.default_rng(seed), bool(seed % 2)
         self.values = dict(inputs)
         layers = [net.definition.get_layer(i) for i in range(net.definition.num_layers)]
@@ -112,6 +137,17 @@ class Interpreter:
     def _concatenation(self, layer, *parts):
         return np.concatenate(parts, layer.axis)
 
+    def _dist_collective(self, layer, x):
+        parts = self.mesh.exchange(self.rank, layer.name, x)
+        assert len(parts) == layer.num_ranks
+        if "/all_reduce#" in layer.name:  # the layer itself does not say what it does
+            return np.sum(parts, axis=0)
+        assert "/all_gather#" in layer.name
+        return np.concatenate(parts, axis=0)
+
+    def _select(self, layer, condition, yes, no):
+        return np.where(condition, yes, no)
+
     def _elementwise(self, layer, a, b):
         return ELEMENTWISE[layer.op.name](a, b)
 
@@ -125,6 +161,8 @@ class Interpreter:
         return np.array(x.shape, np.int64)
 
     def _gather(self, layer, data, indices):
+        if layer.mode.name == "ELEMENT":
+            return np.take_along_axis(data, indices, axis=layer.axis)
         if layer.mode.name == "ND":
             assert layer.num_elementwise_dims == 1
             assert indices.shape[-1] == 1
@@ -136,7 +174,7 @@ class Interpreter:
 
     def _reduce(self, layer, x):
         axes = tuple(i for i in range(x.ndim) if layer.axes >> i & 1)
-        function = {"AVG": np.mean, "SUM": np.sum}[layer.op.name]
+        function = {"AVG": np.mean, "SUM": np.sum, "MAX": np.max, "MIN": np.min}[layer.op.name]
         return function(x, axis=axes, keepdims=layer.keep_dims)
 
     def _rotary_embedding(self, layer, x, cos, sin, positions):
@@ -187,16 +225,27 @@ class Interpreter:
         return nvfp4.VALUES[codes], scales.astype(np.float32)
 
 
-def main(request: str, inputs: str, outputs: str, seed: str) -> None:
+def main(request: str, inputs: str, outputs: str, seed: str, ranks: str = "1") -> None:
     values = json.loads(Path(request).read_text())
     compiler = Compiler(api.load(values["backend"]), (120,))
     net = compiler.write(PlanRequest.from_json(values["plan"]))
     with np.load(inputs) as given:
         arrays = {name: given[name] for name in given.files}
     wanted = {b.name for b in net.report.bindings if b.direction == "input"}
-    assert wanted <= set(arrays), f"no values for {sorted(wanted - set(arrays))[:4]}"
-    results = Interpreter(net, {n: arrays[n] for n in wanted}, int(seed)).run()
-    np.savez(outputs, **results)
+    known = {name.partition("@")[0] for name in arrays}
+    assert wanted <= known, f"no values for {sorted(wanted - known)[:4]}"
+    mesh = Mesh(int(ranks))
+
+    def of_rank(rank: int) -> Interpreter:
+        own = {n: arrays[f"{n}@{rank}"] if f"{n}@{rank}" in arrays else arrays[n] for n in wanted}
+        return Interpreter(net, own, int(seed), mesh, rank)
+
+    interpreters = [of_rank(rank) for rank in range(int(ranks))]  # all before one runs
+    with ThreadPoolExecutor(int(ranks)) as pool:
+        results = list(pool.map(Interpreter.run, interpreters))
+    suffixes = [f"@{rank}" for rank in range(int(ranks))] if int(ranks) > 1 else [""]
+    pairs = zip(suffixes, results, strict=True)
+    np.savez(outputs, **{n + suffix: x for suffix, result in pairs for n, x in result.items()})
     bindings = [[b.name, b.dtype, list(b.shape), list(b.made_of)] for b in net.report.bindings]
     Path(outputs).with_suffix(".json").write_text(json.dumps(bindings))
 

@@ -10,7 +10,8 @@ from tests.plugins.reference import run_op
 
 ELEMENTWISE = {
     "SUM": np.add, "SUB": np.subtract, "PROD": np.multiply, "LESS": np.less,
-    "GREATER": np.greater, "AND": np.logical_and, "OR": np.logical_or, "MAX": np.maximum, "MIN": np.minimum,
+    "GREATER": np.greater, "EQUAL": np.equal, "AND": np.logical_and,
+    "OR": np.logical_or, "MAX": np.maximum, "MIN": np.minimum,
 }  # fmt: skip
 PARTS = ("blocks", "scales", "bias")
 UNARY = {"SQRT": np.sqrt, "RECIP": lambda x: 1 / x}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,9 +18,11 @@ from dflash_trt.config import DrafterConfig, Experts, Rope, TargetConfig
 from dflash_trt.engines.tensorrt_build import library_folder
 from dflash_trt.engines.tensorrt_weights import encode, make_parts
 from dflash_trt.lowering.tensorrt.plan import Binding, PlanRequest
-from dflash_trt.models import gpt_oss
+from dflash_trt.models import gpt_oss, registry
 from dflash_trt.models.dflash import drafter_graph
+from dflash_trt.models.graph import SourceGraph
 from dflash_trt.models.llama import target_graph
+from dflash_trt.ops.collectives import join
 from dflash_trt.quantization import nvfp4
 from dflash_trt.quantization.simulated import simulated
 
@@ -67,7 +70,15 @@ def source_outputs(source, values, outputs):
 
 
 def network_outputs(
-    tmp_path, source, values, outputs, letters, precision="bf16", seed=0, experts="plugin"
+    tmp_path,
+    source,
+    values,
+    outputs,
+    letters,
+    precision="bf16",
+    seed=0,
+    experts="plugin",
+    ranks=1,
 ):
     """Outputs of the interpreted network, weights put in place as the weights file would have them."""
     (tmp_path / "graph.onnx").write_bytes(source.model.SerializeToString())
@@ -86,7 +97,8 @@ def network_outputs(
         environment.pop("TRITON_INTERPRET", None)
         done = subprocess.run(
             [sys.executable, "-m", "tests.lowering.network_interpreter",
-             *(str(tmp_path / n) for n in ("request.json", "in.npz", "out.npz")), str(seed)],
+             *(str(tmp_path / n) for n in ("request.json", "in.npz", "out.npz")),
+             str(seed), str(ranks)],
             env=environment, cwd=root, capture_output=True, text=True,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout[-800:] + done.stderr[-3000:]
@@ -277,3 +289,63 @@ def test_gpt_oss_network_with_sinks_windows_and_experts(tmp_path, experts):
         assert found[name].shape[2:] == (CAPACITY + 1, 32)
         found[name] = found[name][:, :, 1:, :16]
     compare(found, wanted, lengths, size, tolerance=1e-3)
+
+
+# Nothing of it divides by two: three key heads, 97 tokens, 99 columns or three blocks of experts.
+UNEVEN = TargetConfig(
+    "llama", 97, 64, 99, 2, 6, 3, 16, 1e-5, ROPE, 64, False, qk_norm=True, windows=(0, 5)
+)
+UNEVEN_EXPERTS = TargetConfig(
+    "gpt_oss", 97, 64, 96, 2, 6, 3, 16, 1e-5, ROPE, 64, False, attention_bias=True,
+    windows=(5, 0), attention_sinks=True, experts=Experts(6, 2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [UNEVEN, UNEVEN_EXPERTS], ids=["llama", "gpt-oss"])
+def test_the_networks_of_two_ranks_compute_what_their_mesh_does(tmp_path, config):
+    """One network for both ranks; they meet in its collectives and come to one verdict."""
+    rng, ranks, size, lengths = np.random.default_rng(9), 2, 4, np.array([0, 7, 19], np.int32)
+    source = registry.target_graph(config, (0, 1), CAPACITY, ranks)
+    values, stored = {}, {}
+    whole = {w.name for w in source.weights if not w.shard}  # the same on every rank
+    for name, array in {**random_values(source, rng), **caches(source, rng, lengths)}.items():
+        for rank in range(ranks):
+            values[f"{name}@{rank}"] = array + np.float32(0 if name in whole else 0.01) * rank
+    for w in source.weights:
+        for name in (f"{w.name}@{rank}" for rank in range(ranks)):
+            if w.kind == "shard_start":
+                values[name] = np.array([w.shard.span(0, int(name[-1]))[0]])
+            if w.kind == "mxfp4_blocks":
+                values[name] = rng.integers(0, 256, w.shape).astype(np.uint8)
+                stored[name] = nvfp4.VALUES[nvfp4.unpack(values[name])]
+            if w.kind == "mxfp4_scales":
+                values[name] = rng.integers(120, 126, w.shape).astype(np.uint8)
+                stored[name] = np.ldexp(np.float32(1), values[name].astype(int) - 127)
+    if config.attention_sinks:
+        for layer, rank in itertools.product(range(2), range(ranks)):
+            sinks = values[f"target.l{layer}.attn.sinks@{rank}"]
+            for kind, row in (("k", sinks), ("v", None)):
+                name = f"{kind}_cache.{layer}@{rank}"
+                stored[name] = with_sinks(values[name], row)
+    common = {
+        "lengths": lengths, "tokens": rng.integers(0, 97, (3, size)),
+        "rows": np.tile(np.arange(size), (3, 1)),
+    }  # fmt: skip
+    own = {n for n in (i.name for i in source.model.graph.input) if n not in common}
+    mesh = SourceGraph(join(source.model, ranks, own), source.weights)
+    names = [f"{n}@{rank}" for n in TARGET_OUTPUTS for rank in range(ranks)]
+    wanted = source_outputs(mesh, {**values, **common}, names)
+    letters = {"B": (1, 1, 3), "S": size, "W": size, "L": CAPACITY}
+    found = network_outputs(
+        tmp_path,
+        source,
+        {**values, **stored, **common},
+        TARGET_OUTPUTS,
+        letters,
+        experts="layers",
+        ranks=ranks,
+    )
+    assert set(found) == {*names, *(n for n in found if ".out" in n or ".q@" in n)}
+    compare({n: found[n] for n in names}, wanted, lengths, size, tolerance=1e-3)
+    for output in TARGET_OUTPUTS:
+        np.testing.assert_array_equal(found[f"{output}@0"], found[f"{output}@1"])

@@ -16,6 +16,7 @@ from dflash_trt.lowering.tensorrt import plugins
 from dflash_trt.lowering.tensorrt.plan import PlanRequest
 from dflash_trt.lowering.tensorrt.standard import attributes
 from dflash_trt.ops import DOMAIN
+from dflash_trt.ops.collectives import COLLECTIVES
 
 
 def check_network(
@@ -30,10 +31,26 @@ def check_network(
         _check_attention(trt, name, attention, wanted[name])
     found = {layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3}
     _same("plugins", found, {name for name, _, _ in plugins.wanted(nodes, request)})
+    _check_collectives(trt, layers, nodes)
     built = {*wanted, *found, *(layer.name.partition("/")[0] for layer in layers)}
     for node in nodes:
         if node.domain == DOMAIN and node.name not in built:
             raise InputError(f"node '{node.name}' ({node.op_type}) is not in the network")
+
+
+def _check_collectives(trt: Any, layers: Sequence[Any], nodes: Sequence[onnx.NodeProto]) -> None:
+    """One layer for each, over as many ranks as its node says."""
+    wanted = {node.name: node for node in nodes if node.op_type in COLLECTIVES}
+    found = {}
+    for layer in layers:
+        if layer.type == trt.LayerType.DIST_COLLECTIVE:
+            layer.__class__ = trt.IDistCollectiveLayer
+            found[layer.name.partition("/")[0]] = layer
+    _same("collectives", set(found), set(wanted))
+    for name, layer in found.items():
+        ranks = attributes(wanted[name])["ranks"]
+        if layer.num_ranks != ranks:
+            raise InputError(f"node '{name}': is over {layer.num_ranks} ranks, not {ranks}")
 
 
 def _attentions(trt: Any, layers: Sequence[Any]) -> dict[str, Any]:

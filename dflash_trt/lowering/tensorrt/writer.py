@@ -9,18 +9,29 @@ import onnx
 from onnx import numpy_helper
 
 from dflash_trt.errors import InputError
-from dflash_trt.lowering.tensorrt import attention, experts, linear, plugins, standard
+from dflash_trt.lowering.tensorrt import (
+    attention,
+    collectives,
+    experts,
+    linear,
+    plugins,
+    standard,
+)
 from dflash_trt.lowering.tensorrt.network import TENSOR_TYPES, CacheView, Network
 from dflash_trt.lowering.tensorrt.plan import PlanRequest
 from dflash_trt.ops import DOMAIN
 
 OURS: dict[str, standard.Writer] = {
+    "AllGather": collectives.all_gather,
+    "AllReduce": collectives.all_reduce,
+    "BestOfShard": collectives.best_of_shard,
     "BlockAttention": attention.block_attention,
     "CachedAttention": attention.cached_attention,
     "ConfidenceCommit": plugins.confidence_commit,
     "KVInjection": plugins.kv_injection,
     "MixtureOfExperts": experts.mixture_of_experts,
     "SpeculativeVerify": plugins.speculative_verify,
+    "VerifyShards": collectives.verify_shards,
 }
 CACHE_INPUTS = {
     "BlockAttention": slice(3, 5),

@@ -1,0 +1,111 @@
+"""Two ranks of the CPU engine in threads: the tokens of one rank, with the messages that are promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_trt.engines.directory import read_manifest
+from dflash_trt.engines.mesh import Step, decode, encode, message_size
+from dflash_trt.engines.onnxruntime import OnnxRuntimePair
+from dflash_trt.engines.watch import PATIENCE, Progress, laggard
+from dflash_trt.errors import InputError
+from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
+from dflash_trt.runtime.text import TextCodec
+from tests import tiny_gpt_oss
+from tests.parallel.threads import Ranks
+
+LAYERS = 4
+PROMPTS = [[1, 2, 3], list(range(5, 150))]  # the second is longer than a chunk
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_engines: dict[int, Path]) -> Iterator[Ranks]:
+    mesh = Ranks(tiny_engines[2], 2)
+    yield mesh
+    mesh.close()
+
+
+def answers(pair: OnnxRuntimePair, path: Path, options: GenerationOptions) -> list[Generation]:
+    runtime = Runtime(pair, TextCodec(path, pair.manifest.chat_arguments))
+    return runtime.generate(PROMPTS, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        GenerationOptions(40, ignore_eos=True),
+        GenerationOptions(40, ignore_eos=True, draft=False),
+        GenerationOptions(24, ignore_eos=True, temperature=0.8, seed=3),
+    ],
+    ids=["drafted", "plain", "sampled"],
+)
+def test_two_ranks_give_the_tokens_of_one(
+    tiny_engines: dict[int, Path], ranks: Ranks, options: GenerationOptions
+) -> None:
+    """Both prompts in one batch; sampling reads logits that both ranks have computed."""
+    one = answers(OnnxRuntimePair(tiny_engines[1], 1, verify=False), tiny_engines[1], options)
+    two = answers(ranks.pair, tiny_engines[2], options)
+    assert [g.tokens for g in two] == [g.tokens for g in one]
+    assert all(len(g.tokens) == options.max_tokens for g in two)
+
+
+def test_what_a_cycle_costs_in_messages(ranks: Ranks) -> None:
+    """One message from rank 0, two sums a layer, one gathering of two numbers a row; a draft, none."""
+    pair, meshes = ranks.pair, ranks.meshes
+    pair.prefill(0, np.arange(5), inject=True)
+    before = [dict(mesh.counts) for mesh in meshes], [mesh.bytes for mesh in meshes]
+    pair.draft([0], 7)
+    assert [mesh.counts for mesh in meshes[:1]] == before[0][:1]
+    pair.verify([0], 8)
+    wanted = {"broadcast": 1, "all_reduce": 2 * LAYERS, "all_gather": 1}
+    grown = {k: meshes[0].counts[k] - before[0][0][k] for k in wanted}
+    assert grown == wanted
+    message = 4 * message_size(2, 128)
+    sums, best = 2 * LAYERS * 8 * tiny_gpt_oss.HIDDEN * 4, 8 * 2 * 4
+    assert meshes[0].bytes - before[1][0] == message + sums + best
+    pair.release(0)
+
+
+def test_each_rank_keeps_half_of_the_target(ranks: Ranks, tiny_engines: dict[int, Path]) -> None:
+    """Caches of its heads only, no drafter but on rank 0, and weights of its own to read."""
+    one = OnnxRuntimePair(tiny_engines[1], 1, verify=False)
+    whole = sum(int(np.prod(s)) for s in one._cache_shapes("target").values())
+    for pair in ranks.pairs:
+        assert sum(int(np.prod(s)) for s in pair._cache_shapes("target").values()) == whole // 2
+    assert not ranks.pairs[1]._sessions
+    with pytest.raises(InputError, match=r"weights\.rank1\.bin: was changed"):
+        damaged(tiny_engines[2] / "weights.rank1.bin", 1)
+    damaged(tiny_engines[2] / "weights.rank1.bin", 0)  # of no concern to rank 0
+
+
+def damaged(path: Path, rank: int) -> None:
+    data = path.read_bytes()
+    try:
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        read_manifest(path.parent, rank=rank)
+    finally:
+        path.write_bytes(data)
+
+
+def test_a_step_survives_the_message() -> None:
+    message = np.full(message_size(4, 128), -1, np.int32)
+    tokens, lengths = np.array([[5, 201087], [7, 0]]), np.array([3, 9], np.int32)
+    encode(Step((2, 0), lengths, tokens, False, True), message)
+    found = decode(message)
+    assert found is not None
+    assert (found.lanes, found.prefill, found.logits) == ((2, 0), False, True)
+    np.testing.assert_array_equal(found.tokens, tokens)
+    np.testing.assert_array_equal(found.lengths, lengths)
+    encode(None, message)
+    assert decode(message) is None
+
+
+def test_the_rank_that_the_others_wait_for_is_found() -> None:
+    waiting, late = Progress(entered=7, left=6, since=0), Progress(entered=6, left=6, since=0)
+    assert laggard({0: waiting, 1: waiting, 2: late}, PATIENCE + 1) == 2
+    assert laggard({0: waiting, 1: waiting, 2: late}, PATIENCE) is None, "not for long enough"
+    assert laggard({0: late, 1: late}, PATIENCE + 1) is None, "nobody waits, there is nothing to do"
