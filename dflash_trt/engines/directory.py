@@ -37,10 +37,10 @@ class Manifest:
     """The content of engine.json. Sizes are counts of tokens unless said otherwise.
 
     block: verify width; drafted: tokens drafted per cycle, the anchor not counted; trained_block:
-    the block that the drafter was trained with; tensor_parallel: ranks that share the target; passes: refinement passes of a draft call;
-    target_requirements: what must be the same where the engine is loaded; files: size in bytes and
-    SHA-256 of every other file; weights: how each weight is made from checkpoint tensors;
-    chat_format: `template`, which is the Jinja file, or `harmony`.
+    the block that the drafter was trained with; tensor_parallel: ranks that share the target;
+    passes: refinement passes of a draft call; target_requirements: what must be the same where the
+    engine is loaded; files: size in bytes and SHA-256 of every other file; weights: how each weight
+    is made from checkpoint tensors; chat_format: `template`, which is the Jinja file, or `harmony`.
     """
 
     name: str

@@ -90,9 +90,7 @@ class Compiler:
         definition = self.builder.create_network(flags)
         nodes = writer.needed_nodes(graph, plan.outputs)
         self.settings.clear()
-        spliced = plugins.splice(
-            self.trt, definition, self.logger, nodes, plan, self.settings
-        )
+        spliced = plugins.splice(self.trt, definition, self.logger, nodes, plan, self.settings)
         net = writer.write_network(
             self.trt, definition, plan, graph, spliced, self.settings,
             progress=lambda node: say(node=node),

@@ -8,7 +8,8 @@ Plans of a pair, all of the two source graphs that lie in `source/`:
     drafter.draft    injects up to `block` rows and drafts a block
     drafter.inject   injects a chunk of a prompt
 
-They take the same weights, bound once; the ranks of a mesh share the plans. The number of sequences varies from 1 to `max_batch`.
+They take the same weights, bound once; the ranks of a mesh share the plans. The number of sequences
+varies from 1 to `max_batch`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ from dflash_trt.engines.directory import (
 from dflash_trt.engines.tensorrt_build import PlanReport, compile_plans
 from dflash_trt.engines.tensorrt_weights import (
     FILE,
-    FILE,
     RANK_FILE,
     Encoded,
     encode,
@@ -53,7 +53,7 @@ from dflash_trt.engines.tensorrt_weights import (
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import api
 from dflash_trt.lowering.tensorrt.linear import QUANTISED_KINDS
-from dflash_trt.lowering.tensorrt.plan import PRECISIONS, Binding, PlanRequest, Range
+from dflash_trt.lowering.tensorrt.plan import PRECISIONS, PlanRequest, Range
 from dflash_trt.models.graph import SourceGraph
 from dflash_trt.quantization.calibration import Calibration, calibrate_pair
 
@@ -182,9 +182,7 @@ def _write_weights(
     table, load = weight_table(bindings) | sinks_table(bindings, shapes), _loader(sources)
     cut = {name for name, b in table.items() if sources.weights[b.made_of[0] or name].shard}
     whole = {name: b for name, b in table.items() if name not in cut}
-    write_weights(
-        folder / FILE, whole, lambda n: encoded[n] if n in encoded else load(n), progress
-    )
+    write_weights(folder / FILE, whole, lambda n: encoded[n] if n in encoded else load(n), progress)
     for rank in range(ranks) if cut else ():
         own = {name: table[name] for name in table if name in cut}
         path, say = folder / RANK_FILE.format(rank=rank), _of_rank(progress, rank)

@@ -105,7 +105,9 @@ def test_another_checkpoint_is_refused(
     refused(capsys, engine, (other, drafter), "its experts is {'count': 4")
     other = tiny.tiny_drafter(tmp_path / "drafter", rope_theta=20000.0)
     refused(capsys, engine, (target, other), "its rope is")
-    refused(capsys, engine, (tmp_path / "nothing", drafter), "neither a path nor one of the recipes")
+    refused(
+        capsys, engine, (tmp_path / "nothing", drafter), "neither a path nor one of the recipes"
+    )
     llama = tiny.tiny_target(tmp_path / "llama")
     refused(capsys, engine, (llama, drafter), "its architecture is llama, the engine's gpt_oss")
 

@@ -107,7 +107,7 @@ def test_ranks_meet_twice_a_layer_and_once_over_the_vocabulary(two_ranks):
 
 
 def test_a_plan_whose_ranks_would_not_meet_is_refused(two_ranks):
-    folder, _, reports = two_ranks
+    folder, _, _ = two_ranks
     plan = Plan.read(folder / "target.verify.engine")
     few = Expectations((120,), (), (), (), 76, 2, collectives=("l0.attn.o", "best.all"))
     with pytest.raises(InputError, match="meet 9 times in it, 2 were asked for"):
