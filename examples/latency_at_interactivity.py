@@ -183,8 +183,15 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     for key in keys:
         table.add_column(key.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*("-" if row[key] is None else str(row[key]) for key in keys))
+        table.add_row(*(_cell(row[key]) for key in keys))
     return table
+
+
+def _cell(value: Any) -> str:
+    """Four digits or so: the table has 80 columns."""
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if isinstance(value, float) and value >= 100 else str(value)
 
 
 if __name__ == "__main__":
