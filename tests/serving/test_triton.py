@@ -282,7 +282,10 @@ def test_messages_echo_and_plain_text(triton: Triton, runtime: Runtime) -> None:
         ({"text_input": "x", "input_ids": [1, 2]}, "give exactly one"),
         ({"text_input": "x", "temperature": -1.0}, "temperature -1.0: must be 0 to 100"),
         ({"text_input": "x", "max_tokens": 0}, "max-tokens 0"),
-        ({"text_input": "x", "repetition_penalty": 1e-30}, "must be 0.01 to 100"),
+        (
+            {"text_input": "x", "repetition_penalty": 1e-30},
+            "repetition-penalty 1.0000000031710769e-30: must be 0.01",
+        ),
         ({"text_input": "x", "beam_width": 2}, "beam_width: only 1"),
         ({"text_input": "x", "bad_words": "y"}, "bad_words: not supported"),
         ({"text_input": "x" * 600}, "the engine holds 512"),
@@ -385,13 +388,15 @@ def test_a_killed_model_process_is_an_error_and_can_be_reloaded(
         client.close()
 
 
-def _open_stream(url: str, body: str) -> HTTPResponse | None:
-    """None where Triton closes the connection unanswered; it was seen in two of twelve runs."""
+def _open_stream(url: str, body: str, tries: int = 3) -> HTTPResponse:
+    """Triton now and then closes one unanswered; why is not known."""
     try:
         answer: HTTPResponse = urllib.request.urlopen(url, body.encode(), timeout=60)
         return answer
     except RemoteDisconnected:
-        return None
+        if tries == 1:
+            raise
+        return _open_stream(url, body, tries - 1)
 
 
 def test_a_server_stopped_amid_requests_leaves_nothing(
@@ -405,10 +410,8 @@ def test_a_server_stopped_amid_requests_leaves_nothing(
     body = json.dumps({"text_input": "x", "stream": True, "sampling_parameters": parameters})
     with running_triton(packages, repository, tmp_path, exit_seconds=1) as server:
         url = f"http://{server.http}/v2/models/tiny4/generate_stream"
-        opened = [_open_stream(url, body) for _ in range(8)]
-        streams = [stream for stream in opened if stream]
+        streams = [_open_stream(url, body) for _ in range(8)]
         assert server.process.poll() is None
-        assert len(streams) >= 4  # all slots
     for stream in streams:
         stream.close()
     left = set(Path("/dev/shm").iterdir()) - memory
