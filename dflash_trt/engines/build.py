@@ -41,27 +41,29 @@ from dflash_trt.lowering.segments import segments
 from dflash_trt.models.dflash import drafter_graph
 from dflash_trt.models.graph import SourceGraph, Weight
 from dflash_trt.models.registry import target_graph
-from dflash_trt.quantization.integer_blocks import quantize
-
-_BYTES = {"projection": 8, "lm_head": 8}
-_NIBBLES = {"projection": 4, "lm_head": 4}
+from dflash_trt.quantization.integers import BLOCKS4, BLOCKS8, COLUMNS8, IntegerForm
 
 
 @dataclass(frozen=True)
 class CpuPrecision:
-    """Bits per kind of weight, for target and drafter; kinds that are not named stay fp32."""
+    """Integer forms by kind of weight, for target and drafter; kinds that are not named stay
+    fp32."""
 
-    target: Mapping[str, int]
-    drafter: Mapping[str, int]
+    target: Mapping[str, IntegerForm]
+    drafter: Mapping[str, IntegerForm]
 
 
 # The target's precision decides the output, the drafter's only how often it is right: even the fp32
-# engine drafts in int8, where half of a draft call is the lm_head. lm_head is over a fifth of the
-# bytes of a small model, so the integer engines store it in integers too.
+# engine drafts in int8, and in the faster of two forms. lm_head is over a fifth of the bytes of a
+# small model: the int8 engine has one for target and drafter.
 CPU_PRECISIONS: Mapping[str, CpuPrecision] = {
-    "fp32": CpuPrecision({}, _BYTES),
-    "int8": CpuPrecision(_BYTES, _BYTES),
-    "int4": CpuPrecision(_NIBBLES, _BYTES),
+    "fp32": CpuPrecision({}, {"projection": COLUMNS8, "lm_head": COLUMNS8}),
+    "int8": CpuPrecision(
+        {"projection": BLOCKS8, "lm_head": BLOCKS8}, {"projection": COLUMNS8, "lm_head": BLOCKS8}
+    ),
+    "int4": CpuPrecision(
+        {"projection": BLOCKS4, "lm_head": BLOCKS4}, {"projection": COLUMNS8, "lm_head": COLUMNS8}
+    ),
 }
 
 
@@ -236,16 +238,16 @@ def _lowered(
 ) -> dict[str, onnx.ModelProto]:
     """The wanted models for every batch size, by the names of their files."""
     return {
-        model_name(name, size): lower(unroll_lanes(graph, size)[0], bits)[0]
+        model_name(name, size): lower(unroll_lanes(graph, size)[0], forms)[0]
         for size in batch_sizes(max_batch)
-        for name, graph, bits in _graphs(sources, precision)
+        for name, graph, forms in _graphs(sources, precision)
         if name in wanted
     }
 
 
 def _graphs(
     sources: Sources, precision: CpuPrecision
-) -> tuple[tuple[str, SourceGraph, Mapping[str, int]], ...]:
+) -> tuple[tuple[str, SourceGraph, Mapping[str, IntegerForm]], ...]:
     return (
         ("target", sources.target, precision.target),
         ("drafter", sources.drafter, precision.drafter),
@@ -260,27 +262,19 @@ def _stored_forms(
 ) -> dict[str, Callable[[], dict[str, np.ndarray]]]:
     """For each weight of the wanted models what makes the arrays that they read, in every
     form needed; of what is cut, a rank's part."""
-    bits: dict[str, set[int | None]] = {}
+    forms: dict[str, set[IntegerForm | None]] = {}
     for name, graph, by_kind in _graphs(sources, precision):
         for weight in graph.weights if name in wanted else ():
-            bits.setdefault(weight.name, set()).add(by_kind.get(weight.kind))
+            forms.setdefault(weight.name, set()).add(by_kind.get(weight.kind))
 
     def arrays(weight: Weight) -> dict[str, np.ndarray]:
         array = sources.loader.load(weight, rank)
         made: dict[str, np.ndarray] = {}
-        for width in bits[weight.name]:
-            made |= (
-                {weight.name: array} if width is None else integer_form(weight.name, array, width)
-            )
+        for form in forms[weight.name]:
+            made |= form.arrays(weight.name, array) if form else {weight.name: array}
         return made
 
-    return {name: partial(arrays, sources.weights[name]) for name in bits}
-
-
-def integer_form(name: str, array: np.ndarray, bits: int) -> dict[str, np.ndarray]:
-    """The three arrays that a MatMulNBits node of the CPU lowering reads for a weight."""
-    labels = (f"{name}.{part}{bits}" for part in ("q", "scale", "zero"))
-    return dict(zip(labels, quantize(array, bits), strict=True))
+    return {name: partial(arrays, sources.weights[name]) for name in forms}
 
 
 def write_sources(folder: Path, target: TargetCheckpoint, sources: Sources) -> None:

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from dflash_trt.models.graph import SourceGraph, Weight
 from dflash_trt.ops import DOMAIN
-from dflash_trt.quantization.integer_blocks import BLOCK
+from dflash_trt.quantization.integers import BLOCK, BLOCKS4, COLUMNS8, IntegerForm
 
 CONTRIB = "com.microsoft"
 
@@ -28,7 +28,7 @@ class Lowering:
     """The state of one lowering; rules append to `nodes` and count themselves in `fired`."""
 
     source: SourceGraph
-    bits: Mapping[str, int]
+    forms: Mapping[str, IntegerForm]
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
     fired: Counter[str] = field(default_factory=Counter)
@@ -55,6 +55,11 @@ class Lowering:
         self.constants.setdefault(name, numpy_helper.from_array(np.asarray(values, np.int64), name))
         return name
 
+    def scalar(self, value: np.generic) -> str:
+        name = f"{value.dtype}.{value}"
+        self.constants.setdefault(name, numpy_helper.from_array(np.asarray(value), name))
+        return name
+
     def packed_source(self, *values: str) -> str | None:
         """The input of the Split that makes exactly `values`, if there is one."""
         producer = self.producers.get(values[0])
@@ -66,13 +71,15 @@ class Lowering:
 Rule = Callable[[Lowering, onnx.NodeProto], bool]
 
 
-def lower(source: SourceGraph, bits: Mapping[str, int]) -> tuple[onnx.ModelProto, Counter[str]]:
+def lower(
+    source: SourceGraph, forms: Mapping[str, IntegerForm]
+) -> tuple[onnx.ModelProto, Counter[str]]:
     """The lowered model and how often each rule fired.
 
-    `bits` maps a kind of weight to 8 or 4 where it is stored as blocks of integers; kinds that are
-    not named stay fp32. Nodes read weights by name; whoever compiles the model adds them.
+    `forms` maps a kind of weight to the integer form that it is stored in; kinds that are not named
+    stay fp32. Nodes read weights by name; whoever compiles the model adds them.
     """
-    state = Lowering(source, bits)
+    state = Lowering(source, forms)
     for node in source.model.graph.node:
         rule = RULES.get((node.domain, node.op_type))
         if rule is not None and rule(state, node):
@@ -110,18 +117,39 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def _matmul(state: Lowering, node: onnx.NodeProto) -> bool:
-    """Weights stored as integer blocks are multiplied by MatMulNBits, activations in int8."""
+    """Weights stored as integers are multiplied as integers."""
     weight = state.weights.get(node.input[1])
-    if weight is None or weight.kind not in state.bits:
+    form = state.forms.get(weight.kind) if weight else None
+    if weight is None or form is None:
         return False
+    if form is COLUMNS8:
+        _matmul_by_rows(state, node.input[0], form.labels(weight.name), node.output[0])
+        return True
     inner, outer = weight.shape
-    bits = state.bits[weight.kind]
-    stored = [f"{weight.name}.{part}{bits}" for part in ("q", "scale", "zero")]
     state.emit(
-        "MatMulNBits", [node.input[0], *stored], list(node.output), CONTRIB,
-        K=inner, N=outer, bits=bits, block_size=BLOCK, accuracy_level=4,
+        "MatMulNBits", [node.input[0], *form.labels(weight.name)], list(node.output), CONTRIB,
+        K=inner, N=outer, bits=4 if form is BLOCKS4 else 8, block_size=BLOCK, accuracy_level=4,
     )  # fmt: skip
     return True
+
+
+def _matmul_by_rows(state: Lowering, x: str, stored: list[str], out: str) -> None:
+    """Each row of x over its largest magnitude becomes uint8 around 128; no row depends on its
+    neighbours. One node per input: layers that read the same x share the rounded one."""
+    q, scale = stored
+    rounded, largest = f"{x}.rounded", f"{x}.largest"
+    step, zero = state.scalar(np.float32(1 / 127)), state.scalar(np.uint8(128))
+    if rounded not in state.skipped:
+        state.skipped.add(rounded)
+        size = state.emit("Abs", [x], [f"{x}.size"])
+        size = state.emit("ReduceMax", [size, state.ints(-1)], [f"{x}.row_size"], keepdims=1)
+        state.emit("Max", [size, state.scalar(np.float32(1e-30))], [largest])
+        share = state.emit("Div", [x, largest], [f"{x}.share"])
+        state.emit("QuantizeLinear", [share, step, zero], [rounded])
+    product = state.emit(
+        "MatMulIntegerToFloat", [rounded, q, step, scale, zero], [f"{out}.of_share"], CONTRIB
+    )
+    state.emit("Mul", [product, largest], [out])
 
 
 def _rms_norm(state: Lowering, node: onnx.NodeProto) -> bool:

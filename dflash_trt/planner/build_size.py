@@ -26,7 +26,6 @@ from dflash_trt.planner.hardware import Gpu
 PREFILL_CHUNK = 128
 # Bytes per element of a weight: what it is stored in, its block scales included.
 _TENSORRT = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 4.5 / 8}
-_INTEGER_BLOCKS = {8: 1 + 5 / 32, 4: 0.5 + 4.5 / 32}  # fp32 scale and zero point per 32
 _BYTES_KINDS = frozenset({"mxfp4_blocks", "mxfp4_scales"})
 _ALWAYS = ("engine.json", "source/target.onnx", "source/drafter.onnx")
 _TEXT = ("tokenizer.json", "chat_template.jinja")
@@ -127,8 +126,8 @@ def _element_bytes(weight: Weight, user: str, precision: str, backend: str) -> f
     if weight.kind in _BYTES_KINDS:
         return 1.0
     if backend == "cpu":
-        bits = getattr(CPU_PRECISIONS[precision], user).get(weight.kind)
-        return _INTEGER_BLOCKS[bits] if bits else 4.0
+        form = getattr(CPU_PRECISIONS[precision], user).get(weight.kind)
+        return form.element_bytes if form else 4.0
     return _TENSORRT[precision] if weight.kind == "projection" else 2.0
 
 

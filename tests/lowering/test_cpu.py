@@ -10,9 +10,10 @@ import onnxruntime as ort
 import pytest
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
-from dflash_trt.engines.build import BuildOptions, Sources, integer_form, source_graphs
+from dflash_trt.engines.build import BuildOptions, Sources, source_graphs
 from dflash_trt.lowering.cpu import lower
 from dflash_trt.models.graph import SourceGraph
+from dflash_trt.quantization.integers import BLOCKS4, BLOCKS8, COLUMNS8, IntegerForm
 from tests import tiny
 
 Pair = tuple[TargetCheckpoint, DrafterCheckpoint]
@@ -145,18 +146,20 @@ def test_windowed_drafter_layers_keep_their_reference(tiny_checkpoints: Pair, tm
     assert fired["BlockAttention"] == 1
 
 
-@pytest.mark.parametrize(("bits", "agreement"), [(8, 0.05), (4, 0.6)])
-def test_integer_blocks_stay_near_fp32(tiny_checkpoints: Pair, bits: int, agreement: float) -> None:
+@pytest.mark.parametrize(("form", "agreement"), [(BLOCKS8, 0.05), (BLOCKS4, 0.6), (COLUMNS8, 0.05)])
+def test_integers_stay_near_fp32(
+    tiny_checkpoints: Pair, form: IntegerForm, agreement: float
+) -> None:
     """Logits with integer weights differ from fp32 by rounding, not by a wrong layout."""
     sources = source_graphs(*tiny_checkpoints, OPTIONS)
     weights = loaded(sources)
-    lowered, fired = lower(sources.target, {"projection": bits, "lm_head": bits})
+    lowered, fired = lower(sources.target, {"projection": form, "lm_head": form})
     assert fired["MatMul"] == 4 * tiny.LAYERS + 1
     stored = {
         label: array
         for name, w in sources.weights.items()
         if w.kind in ("projection", "lm_head")
-        for label, array in integer_form(name, weights[name], bits).items()
+        for label, array in form.arrays(name, weights[name]).items()
     }
     feeds = target_feeds(sources.target, 8, 20)
     exact = run(sources.target.model, feeds, weights)["logits"]
