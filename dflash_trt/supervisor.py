@@ -30,7 +30,8 @@ def supervise(arguments: Sequence[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "dflash_trt.supervisor", *arguments])
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Run in a child between fork and exec: it is killed when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     child = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, *arguments],
         close_fds=False,  # the launcher talks to the rank through one
-        env={**os.environ, _SUPERVISED: "1"}, preexec_fn=_die_with_parent,
+        env={**os.environ, _SUPERVISED: "1"}, preexec_fn=die_with_parent,
     )  # fmt: skip
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda which, _: child.send_signal(which))

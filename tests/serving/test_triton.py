@@ -12,7 +12,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPResponse, RemoteDisconnected
 from pathlib import Path
 from typing import Any
 
@@ -369,11 +368,17 @@ def test_probes_ask_where_the_server_answers(triton: Triton) -> None:
     assert alive(triton) == 0
 
 
-def test_a_killed_model_process_is_an_error_and_can_be_reloaded(
-    packages: Path, engine: Path, tmp_path: Path
-) -> None:
+def shared_memory() -> set[Path]:
+    """What Triton and its models' processes hold in memory files."""
+    return set(Path("/dev/shm").glob("triton_python_backend*"))
+
+
+def test_killed_processes(packages: Path, engine: Path, tmp_path: Path) -> None:
+    """Without its process a model answers with an error until it is reloaded; a killed server takes
+    its models' processes and their memory with it."""
     repository = tmp_path / "repository"
     assert main(["triton", str(engine), "-o", str(repository), "--threads", "1"]) == 0
+    before = shared_memory()
     with running_triton(packages, repository, tmp_path) as server:
         client = http_client.InferenceServerClient(server.http)
         (child,) = set(members(server.process.pid)) - {server.process.pid}
@@ -383,20 +388,14 @@ def test_a_killed_model_process_is_an_error_and_can_be_reloaded(
         assert time.monotonic() - begin < 10
         assert alive(server) == 1
         client.unload_model("tiny4")
+        wait_for(lambda: not client.is_model_ready("tiny4"))
+        for forgotten in shared_memory() - before:  # by Triton, when a model's process was killed
+            forgotten.unlink()
         client.load_model("tiny4")
         assert server.generate("tiny4", text_input="x", max_tokens=3)["sequence_length"] == 3
         client.close()
-
-
-def _open_stream(url: str, body: str, tries: int = 3) -> HTTPResponse:
-    """Triton now and then closes one unanswered; why is not known."""
-    try:
-        answer: HTTPResponse = urllib.request.urlopen(url, body.encode(), timeout=60)
-        return answer
-    except RemoteDisconnected:
-        if tries == 1:
-            raise
-        return _open_stream(url, body, tries - 1)
+        server.process.kill()
+    wait_for(lambda: not shared_memory() - before)
 
 
 def test_a_server_stopped_amid_requests_leaves_nothing(
@@ -405,17 +404,16 @@ def test_a_server_stopped_amid_requests_leaves_nothing(
     """Triton gives up after its exit timeout and forgets the model's process."""
     repository = tmp_path / "repository"
     assert main(["triton", str(engine), "-o", str(repository), "--threads", "1"]) == 0
-    memory = set(Path("/dev/shm").iterdir())
+    memory = shared_memory()
     parameters = json.dumps({"ignore_eos": True, "max_tokens": 400})
     body = json.dumps({"text_input": "x", "stream": True, "sampling_parameters": parameters})
     with running_triton(packages, repository, tmp_path, exit_seconds=1) as server:
         url = f"http://{server.http}/v2/models/tiny4/generate_stream"
-        streams = [_open_stream(url, body) for _ in range(8)]
+        streams = [urllib.request.urlopen(url, body.encode(), timeout=60) for _ in range(8)]
         assert server.process.poll() is None
     for stream in streams:
         stream.close()
-    left = set(Path("/dev/shm").iterdir()) - memory
-    assert not [path for path in left if path.name.startswith("triton_python_backend")]
+    assert not shared_memory() - memory
 
 
 def test_unload_and_reload(triton: Triton, runtime: Runtime) -> None:

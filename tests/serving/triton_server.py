@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_trt.supervisor import die_with_parent
 from tests.serving.conftest import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +91,8 @@ def _free_ports(count: int) -> list[int]:
 def running_triton(
     packages: Path, repository: Path, folder: Path, exit_seconds: int = 5
 ) -> Iterator[Triton]:
-    """The server with all models of `repository`; stopped by SIGTERM, which must leave nothing."""
+    """The server with all models of `repository`; stopped by SIGTERM, which must leave nothing. If
+    this process is killed, the server dies with it."""
     backends = _backend_folder(packages, folder / "backends")
     http, grpc, metrics = _free_ports(3)
     command = [
@@ -103,8 +105,9 @@ def running_triton(
     ]  # fmt: skip
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            command, env=_variables(packages), stdout=log, stderr=log, start_new_session=True
-        )
+            command, env=_variables(packages), stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=die_with_parent,
+        )  # fmt: skip
     triton = Triton(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", process)
     try:
         wait_for(lambda: process.poll() is not None or _ready(triton), 120)

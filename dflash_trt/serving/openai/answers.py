@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from secrets import token_hex
 from typing import Any
@@ -38,7 +39,7 @@ def usage(generations: Sequence[Generation], prompts: int) -> Json:
     }
 
 
-class Answer:
+class Answer(ABC):
     """What chat and plain completions have in common. `chunk_kind` is the object of a stream."""
 
     prefix, kind, chunk_kind = "", "", ""
@@ -77,18 +78,20 @@ class Answer:
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": self.chunk_kind, "choices": choices}
 
+    @abstractmethod
     def _carries(self, choice: Json) -> bool:
         """Whether there is anything to read in a choice of a chunk."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def _choice(self, index: int, generation: Generation) -> Json:
+        """A choice of the whole answer."""
+
+    @abstractmethod
+    def _part(self, index: int, delta: Delta) -> Json:
+        """A choice of a chunk."""
 
     def _figures(self, index: int, generation: Generation) -> Json:
         return figures(generation)
-
-    def _choice(self, index: int, generation: Generation) -> Json:
-        raise NotImplementedError
-
-    def _part(self, index: int, delta: Delta) -> Json:
-        raise NotImplementedError
 
     def _token(self, token: int) -> str:
         return self._codec.text([token])
@@ -171,7 +174,7 @@ class TextAnswer(Answer):
             "text": generation.text,
             "logprobs": self._logprobs(index, generation.logprobs),
             "finish_reason": generation.finish_reason,
-            "dflash": figures(generation),
+            "dflash": self._figures(index, generation),
         }
 
     def _part(self, index: int, delta: Delta) -> Json:

@@ -46,8 +46,11 @@ class Exchange:
             self._fail(error)
 
     def poll(self) -> None:
-        """Pass a client's cancellation on."""
-        if not self.closed and self._channel.is_cancelled():
+        """Pass a client's cancellation on. The final response frees what Triton looks it up in: asked
+        beside or after it, the server dies of a segmentation fault."""
+        with self._lock:
+            cancelled = not self.closed and self._channel.is_cancelled()
+        if cancelled:
             self.cancel()
 
     def cancel(self) -> None:
@@ -74,8 +77,9 @@ class Exchange:
             if self.closed or values is None:
                 return
             self._left -= delta.finish_reason is not None
-            self.closed = self._left == 0
-            self._channel.send(arrays(values, self._batched), final=self.closed)
+            last = self._left == 0
+            self._channel.send(arrays(values, self._batched), final=last)
+            self.closed = last
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, QueueFullError):
