@@ -26,9 +26,7 @@ class Batch:
     """One step's work. S sequences, A anchors each (short ones padded: all labels NO_LABEL)."""
 
     taps: Tensor  # bfloat16 [S, T, W]
-    tokens: (
-        Tensor  # int64 [S, A, K]: what slots hold before drafting: anchor, then MASK or revealed
-    )
+    tokens: Tensor  # int64 [S, A, K], before drafting: the anchor, then mask or revealed tokens
     anchors: Tensor  # int64 [S, A]
     labels: Tensor  # int64 [S, A, K], NO_LABEL where nothing is to be learnt
 

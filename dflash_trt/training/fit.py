@@ -25,6 +25,7 @@ from dflash_trt.training.recipe import Recipe, dump_recipe, load_recipe
 from dflash_trt.training.store import FeatureStore, Sequence
 from dflash_trt.training.teacher import Teacher
 
+CURVE_FILE = "curve.csv"
 CURVE_COLUMNS = ("step", "seconds", "learning_rate", "loss", "train_tau", "domain", "held_out_tau")
 
 
@@ -242,6 +243,7 @@ def fit(trainer: Trainer, options: FitOptions) -> dict[str, Acceptance]:
     """Run to the recipe's last step: curve.csv, checkpoints, and the drafter in ``drafter/``."""
     if options.resume:
         load_checkpoint(trainer, options.folder)
+        _forget_after(options.folder / CURVE_FILE, trainer.done)
     options.folder.mkdir(parents=True, exist_ok=True)
     clock, first, saved = time.monotonic(), trainer.done, time.monotonic()
     losses: list[tuple[float, float]] = []
@@ -262,6 +264,13 @@ def fit(trainer: Trainer, options: FitOptions) -> dict[str, Acceptance]:
     return trainer.held_out_acceptance(options.measure_sequences)
 
 
+def _forget_after(curve: Path, step: int) -> None:
+    """Drop the rows of steps that a killed run took behind its last checkpoint: they come again."""
+    if curve.is_file():
+        head, *rows = curve.read_text().splitlines(keepends=True)
+        curve.write_text("".join([head, *(r for r in rows if int(r.split(",", 1)[0]) <= step)]))
+
+
 def _measure_point(
     trainer: Trainer, options: FitOptions, losses: list[tuple[float, float]], elapsed: float
 ) -> dict[str, float]:
@@ -270,7 +279,7 @@ def _measure_point(
     found = trainer.held_out_acceptance(options.measure_sequences)
     held = {domain: a.tau for domain, a in found.items()}
     rate = learning_rate(trainer.recipe, trainer.done)
-    path = options.folder / "curve.csv"
+    path = options.folder / CURVE_FILE
     new = not path.exists()
     with path.open("a", newline="") as file:
         rows = csv.writer(file)

@@ -10,6 +10,7 @@ import torch
 import toy
 
 from dflash_trt.errors import InputError
+from dflash_trt.training import fit as fit_module
 from dflash_trt.training.acceptance import Acceptance
 from dflash_trt.training.card import plot_curve, write_card
 from dflash_trt.training.fit import (
@@ -71,6 +72,19 @@ def test_resume_equals_no_interruption(tmp_path, optimizer):
     assert resumed == losses
     for a, b in zip(whole.drafter.parameters(), second.drafter.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_curve_of_a_resumed_run_is_that_of_a_whole_one(tmp_path):
+    """Killed behind its checkpoint: what it measured there is measured again, not twice."""
+    options = FitOptions(tmp_path / "run", measure_every=2, measure_sequences=2)
+    one = trainer(tmp_path / "a", steps=4)
+    fit(one, options)
+    one.done = 5
+    fit_module._measure_point(one, options, [(1.0, 1.0)], 0.0)
+    again = trainer(tmp_path / "b", steps=4)
+    fit(again, replace(options, resume=True))
+    steps = [line.split(",")[0] for line in (options.folder / "curve.csv").open()]
+    assert steps == ["step", "2", "4"]
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
