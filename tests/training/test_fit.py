@@ -100,6 +100,15 @@ def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(tmp_path):
     assert a.step() != c.step()
 
 
+def test_anchors_are_drawn_anew_in_every_epoch(tmp_path, monkeypatch):
+    one = trainer(tmp_path, anchors=2, sequences=4)
+    same = [one.train[i : i + 4] for i in range(0, len(one.train), 4)]
+    monkeypatch.setattr(fit_module, "plan_epoch", lambda *_: same)
+    first = one.batch().anchors
+    one.done += len(same)
+    assert not torch.equal(one.batch().anchors, first)
+
+
 def test_held_out_prompts_are_never_trained_on(tmp_path):
     store = toy.store(tmp_path)
     train, held = split(store, toy.recipe())
