@@ -57,6 +57,9 @@ def test_bench_reports_everything(smollm2_engine: Path, prompts: Path, tmp_path:
     assert report["host_share"] < 0.05
     times = report["ms_per_cycle"]
     assert times["verify"] > times["draft"] > times["host"] > 0
+    step = report["ms_per_plain_step"]
+    assert step["draft"] == 0
+    assert step["verify"] > step["host"] > 0
     cycles = report["cycles_by_committed"]
     mean = sum(n * count for n, count in enumerate(cycles, 1)) / sum(cycles)
     assert report["acceptance_length"] == pytest.approx(mean, abs=1e-3)
