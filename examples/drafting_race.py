@@ -96,7 +96,7 @@ def _controlled(args: argparse.Namespace) -> None:
 def _measured(args: argparse.Namespace) -> None:
     runtime = Runtime.load(args.engine)
     prompt = runtime.prompt_ids(args.question)
-    check_request(prompt, GenerationOptions(args.tokens), runtime.manifest)
+    check_request(prompt, GenerationOptions(args.tokens), runtime.engines)
     *pair, tokens = race_engines(runtime.engines, prompt, args.tokens)
     racers = (pair[0], pair[1])
     console = Console(highlight=False)

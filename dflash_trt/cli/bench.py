@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -48,7 +49,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--batch", type=_sizes, default=[], metavar="N,..", dest="batches",
-        help="answer the prompts again N at a time, for each N, plain and drafted",
+        help="answer the prompts again N at a time, for each N: plain, drafted, and as far as it pays",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument(
@@ -108,13 +109,32 @@ def _measure_batches(
         rows = batch_table(
             runtime, prompts, batches, options, lambda done: bar.update(task, completed=done)
         )
-    table = Table("batch", "plain tokens/s", "DFlash tokens/s", "acceptance", "host", "changed")
-    for row in rows:
-        rates = row["tokens_per_second"].values()
-        others = (row[name] for name in ("acceptance_length", "host_share", "changed"))
-        table.add_row(str(row["batch"]), *map(str, rates), *map(str, others))
-    Console().print(table)
+    for columns, values in (_THROUGHPUT, _HOST):
+        table = Table(*columns, box=box.MARKDOWN)
+        for row in rows:
+            table.add_row(*map(str, values(row)))
+        Console().print(table)
     return rows
+
+
+Columns = tuple[tuple[str, ...], Callable[[dict[str, Any]], Iterable[Any]]]
+_THROUGHPUT: Columns = (
+    ("batch", "plain", "DFlash", "adaptive tok/s", "acceptance", "drafts/cycle", "changed"),
+    lambda row: (
+        row["batch"],
+        *row["tokens_per_second"].values(),
+        row["acceptance_length"],
+        row["drafts_per_cycle"],
+        " ".join(map(str, row["changed"].values())),
+    ),
+)
+_HOST: Columns = (
+    ("batch", "cycle ms: text after", "beside", "host ms: text after", "beside"),
+    lambda row: (
+        row["batch"],
+        *(row["host"][way][time] for time in ("cycle_ms", "host_ms") for way in row["host"]),
+    ),
+)
 
 
 def _check_outputs(args: argparse.Namespace) -> None:

@@ -104,6 +104,7 @@ class OnnxRuntimePair:
         """`threads` 0: one per core of this process. `verify`: compare every file with its hash."""
         self.manifest = m = self._read(path, verify)
         check_requirements(path, m, requirements())
+        self.widths: Sequence[int] = range(1, m.block + 1)
         self._sizes = batch_sizes(m.max_batch)
         self._sessions: dict[tuple[str, int], ort.InferenceSession] = {}
         self._open(path, threads)

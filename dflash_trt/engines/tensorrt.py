@@ -79,6 +79,8 @@ class TensorRTPair:
         check_requirements(path, self.manifest, {loaded.backend: loaded.version})
         self.prefill_chunk: int = content["chunk"]
         self._reports: dict[str, PlanReport] = content["plans"]
+        step = (1,) if "target.step" in self._reports else ()
+        self.widths: Sequence[int] = (*step, self.manifest.drafted + 1)
         self._graphs, self._played = graphs, {}  # type: ignore[var-annotated]
         self.stream, self.memory = Stream(), Memory()
         self._load(loaded.module, path)

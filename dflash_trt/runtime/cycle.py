@@ -24,12 +24,14 @@ class LogitRows(Protocol):
 class EnginePair(Protocol):
     """What the runtime knows of a pair of engines; see `engines.onnxruntime.OnnxRuntimePair`.
 
+    widths: how many tokens a block may have in `verify`, ascending; 1 is the anchor alone.
     By slot: context (cached tokens), anchor (the token behind them). Of the last verify, in the
     order of its slots: tokens [B, W], accepted [B], logits[b, w] [V] where they were asked for.
     """
 
     manifest: Manifest
     prefill_chunk: int
+    widths: Sequence[int]
     context: NDArray[np.int32]
     anchor: NDArray[np.int64]
     tokens: NDArray[np.int64]

@@ -173,7 +173,7 @@ class Runtime:
         """Queue a request; `sink` gets its deltas in a thread of the runtime's own. To cancel it, set
         `cancelled`: the slot is free within one cycle and a last delta says so."""
         ids = self._ids(prompt)
-        request = Request(ids, options, self.manifest, self.codec, sink, generation)
+        request = Request(ids, options, self.engines, self.codec, sink, generation)
         with self._lock:
             self._scheduler.submit(request)
             if self._thread is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -167,8 +167,8 @@ class Histogram:
 class RuntimeMetrics:
     """All requests of one runtime. Counters only grow; queued, slots_used and tokens_cached are as
     of the last cycle; cache_bytes is what all slots take. Histograms hold seconds: queue and ttft of
-    each request that got so far, tpot of each with two tokens or more, cycle of the engines' part
-    of every cycle, by whether anything was drafted in it (c is the ratio of their means)."""
+    each request that got so far, tpot of each with two tokens or more, cycles of the engines' part
+    of every cycle, by the tokens of its blocks (c is the mean of one width over that of 1)."""
 
     slots: int
     block: int
@@ -184,9 +184,7 @@ class RuntimeMetrics:
     queue: Histogram = field(default_factory=Histogram)
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
-    cycle: dict[bool, Histogram] = field(
-        default_factory=lambda: {drafted: Histogram() for drafted in (True, False)}
-    )
+    cycles: defaultdict[int, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
 
     def count(self, step: StepResult) -> None:
         """One lane of one cycle; `acceptance` counts drafted lanes by tokens they committed."""

@@ -9,10 +9,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.engines.directory import Manifest
 from dflash_trt.errors import InputError
-from dflash_trt.runtime.cycle import Lane, StepResult
-from dflash_trt.runtime.drafting import DraftControl
+from dflash_trt.runtime.cycle import EnginePair, Lane, StepResult
 from dflash_trt.runtime.metrics import GenerationMetrics
 from dflash_trt.runtime.options import GenerationOptions
 from dflash_trt.runtime.sampling import Chooser, TokenLogprobs
@@ -70,12 +68,13 @@ class Request:
         self,
         prompt: Sequence[int],
         options: GenerationOptions,
-        manifest: Manifest,
+        engines: EnginePair,
         codec: TextCodec,
         sink: Callable[[Delta], None],
         generation: Generation | None = None,
     ) -> None:
-        check_request(prompt, options, manifest)
+        check_request(prompt, options, engines)
+        manifest = engines.manifest
         self.prompt: NDArray[np.int64] = np.asarray(prompt, np.int64)
         self.options, self.sink = options, sink
         self.generation = generation or Generation()
@@ -87,10 +86,11 @@ class Request:
             () if options.ignore_eos else (*manifest.stop_ids, *codec.stop_ids)
         )
         self._stop_ids = stop_ids
-        self._manifest = manifest
+        self._max_seq_len = manifest.max_seq_len
+        self._widest = (options.width or engines.widths[-1]) if options.draft else 1
+        self._drafter_ends = manifest.drafter.config.get("max_positions", manifest.capacity)
         self._stream, self._finder = codec.stream(prompt), StopFinder(options.stop)
         self._end: tuple[str, int | None] | None = None  # reason and stop id, known, perhaps untold
-        self._control = DraftControl() if options.draft and options.adaptive else None
         self._engine_before = 0.0
         self._submitted = self._first_token = perf_counter()
         self.chooser = Chooser(prompt, options, stop_ids, manifest.vocab_size)
@@ -117,22 +117,28 @@ class Request:
         limit = self.options.deadline
         return limit is not None and perf_counter() - self._submitted > limit
 
-    def lane(self) -> Lane:
-        """Its part in the next call; beyond the drafter's positions nothing is drafted."""
-        width = self._width()
+    @property
+    def width(self) -> int:
+        """Tokens of its longest block; 1 without drafting, also where the drafter's positions end."""
         context = len(self.prompt) + max(len(self.tokens) - 1, 0)
-        limit = self._manifest.drafter.config.get("max_positions", self._manifest.capacity)
-        if width > 1 and context + width > limit:
-            self.generation.drafting = f"off: the drafter ends at {limit} positions"
-            return Lane(self.slot, 1, self.chooser)
-        if self._control is not None:
-            paused = not self._control.drafting
-            self.generation.drafting = "off: slower than without" if paused else "on"
-            return Lane(self.slot, 1 if paused else width, self.chooser, follow=True)
-        return Lane(self.slot, width, self.chooser)
+        return self._widest if context + self._widest <= self._drafter_ends else 1
 
-    def _width(self) -> int:
-        return (self.options.width or self._manifest.block) if self.options.draft else 1
+    @property
+    def adaptive(self) -> bool:
+        """Whether it takes shorter blocks too, or none."""
+        return self.options.adaptive and self.width > 1
+
+    def lane(self, width: int | None = None) -> Lane:
+        """Its part in the next call. width: what is best for the batch, if it is `adaptive`."""
+        own = self.width
+        if own < self._widest:
+            self.generation.drafting = f"off: the drafter ends at {self._drafter_ends} positions"
+        if not self.adaptive or width is None:
+            return Lane(self.slot, own, self.chooser)
+        width = min(width, own)
+        shorter = f"on: blocks of {width} are faster" if width < own else "on"
+        self.generation.drafting = shorter if width > 1 else "off: slower than without"
+        return Lane(self.slot, width, self.chooser, follow=True)
 
     def next_chunk(self, size: int) -> NDArray[np.int64]:
         return self.prompt[self.prefilled : self.prefilled + size]
@@ -149,16 +155,11 @@ class Request:
         self.generation.metrics.ttft = self._first_token - self._submitted
         self._take([token])
 
-    def advance(
-        self, step: StepResult, context: int, engine_seconds: float, step_seconds: float
-    ) -> None:
-        """The tokens of one cycle. context: cached tokens; engine_seconds as in `begin`;
-        step_seconds: what of it this cycle took."""
+    def advance(self, step: StepResult, context: int, engine_seconds: float) -> None:
+        """The tokens of one cycle. context: cached tokens; engine_seconds as in `begin`."""
         metrics = self.generation.metrics
         metrics.count(step)
-        if self._control is not None:
-            self._control.observe(len(step.committed), step_seconds)
-        self._take(step.committed, full=context + 1 >= self._manifest.max_seq_len)
+        self._take(step.committed, full=context + 1 >= self._max_seq_len)
         metrics.decode_seconds = perf_counter() - self._first_token
         metrics.engine_seconds = engine_seconds - self._engine_before
 
@@ -225,8 +226,9 @@ class Request:
         return held + self._finder.finish()
 
 
-def check_request(prompt: Sequence[int], options: GenerationOptions, manifest: Manifest) -> None:
-    """Refuse what this engine cannot do."""
+def check_request(prompt: Sequence[int], options: GenerationOptions, engines: EnginePair) -> None:
+    """Refuse what these engines cannot do."""
+    manifest = engines.manifest
     if not len(prompt):
         raise InputError("the prompt is empty")
     if len(prompt) >= manifest.max_seq_len:
@@ -234,10 +236,12 @@ def check_request(prompt: Sequence[int], options: GenerationOptions, manifest: M
             f"the prompt has {len(prompt)} tokens, the engine holds "
             f"{manifest.max_seq_len} with the answer"
         )
-    if options.width is not None and not 2 <= options.width <= manifest.block:
-        raise InputError(
-            f"width {options.width}: this engine verifies 2 to {manifest.block} tokens"
-        )
+    blocks = [width for width in engines.widths if width > 1]
+    if options.width is not None and options.width not in blocks:
+        most = f" to {blocks[-1]}" if len(blocks) > 1 else ""
+        raise InputError(f"width {options.width}: this engine verifies {blocks[0]}{most} tokens")
+    if not options.draft and 1 not in engines.widths:
+        raise InputError("draft: this engine decodes no single tokens; build it with --step")
     for what, ids in (
         ("the prompt", prompt),
         ("logit-bias", options.logit_bias),

@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from dflash_trt.errors import InputError
-from dflash_trt.runtime.cycle import Cycle, EnginePair
+from dflash_trt.runtime.cycle import Cycle, EnginePair, Lane
+from dflash_trt.runtime.drafting import DraftControl
 from dflash_trt.runtime.metrics import RuntimeMetrics
 from dflash_trt.runtime.request import Delta, Request
 
@@ -38,6 +39,7 @@ class Scheduler:
         m = engines.manifest
         self.metrics = RuntimeMetrics(m.max_batch, m.block, engines.cache_bytes)
         self._engines, self._cycle = engines, Cycle(engines)
+        self._control = DraftControl(engines.widths)
         self._queue_limit = queue_limit
         self._arrived: deque[Request] = deque()  # the only thing that other threads touch
         self._waiting: deque[Request] = deque()
@@ -122,17 +124,27 @@ class Scheduler:
         if not self._decoding:
             self._tell()
             return
-        lanes = [request.lane() for request in self._decoding]
+        lanes = self._lanes()
         results = self._run(lambda: self._cycle.step(lanes))
-        times = self._cycle.engine_seconds, self._cycle.step_seconds
-        drafted = any(lane.width > 1 for lane in lanes)
-        self.metrics.cycle[drafted].observe(self._cycle.step_seconds)
+        self.metrics.cycles[max(lane.width for lane in lanes)].observe(self._cycle.step_seconds)
+        if any(lane.follow for lane in lanes):
+            self._control.observe(results, self._cycle.step_seconds)
         for request, result in zip(self._decoding, results, strict=True):
             if not request.ended:  # in its text, meanwhile
                 self.metrics.count(result)
-                request.advance(result, int(self._engines.context[request.slot]), *times)
+                context = int(self._engines.context[request.slot])
+                request.advance(result, context, self._cycle.engine_seconds)
                 self._untold[request] = None
         self._forget_complete()
+
+    def _lanes(self) -> list[Lane]:
+        """Parts of all that decode. The width is free where nobody asks for one: beside a block that
+        is drafted anyway, others cost nothing."""
+        adaptive = sum(request.adaptive for request in self._decoding)
+        width = max((r.width for r in self._decoding if not r.adaptive), default=1)
+        if adaptive and width == 1:
+            width = self._control.width(len(self._decoding), adaptive)
+        return [request.lane(width) for request in self._decoding]
 
     def _run(self, call: Callable[[], _Result]) -> _Result:
         """A call of the engines, with telling beside it. The engines' side of a request (its slot,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from dflash_trt.bench import batches
 from dflash_trt.bench.interactivity import Timeline
+from dflash_trt.bench.overlap import host_times
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from dflash_trt.cli import main
 from dflash_trt.engines.build import BuildOptions, build_cpu
-from dflash_trt.runtime.generate import Generation
+from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
+from tests.runtime.toy import ToyCodec, ToyPair, as_engines
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +46,58 @@ def test_rows(engine: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.M
     flights, run_level = [], batches.run_level
 
     def watched(runtime, prompts, batch, options):  # type: ignore[no-untyped-def]
-        flights.append((len(prompts), batch, options.draft))
+        flights.append((len(prompts), batch, options.draft, options.adaptive))
         seconds, lines = run_level(runtime, prompts, batch, options)
-        if len(flights) == 8:  # the drafted run of batch 2
+        if len(flights) == 10:  # the drafted run of batch 2
             lines[1].generation.tokens[3] += 1
         return seconds, lines
 
     monkeypatch.setattr(batches, "run_level", watched)
     assert bench(engine, prompts, tmp_path / "out.json", "1,2") == 0
-    assert flights[1::2] == [(3, 1, False), (3, 1, True), (3, 2, False), (3, 2, True)]
+    modes = [(False, False), (True, False), (True, True)]
+    assert flights[1::2] == [(3, batch, *mode) for batch in (1, 2) for mode in modes]
     one, two = json.loads((tmp_path / "out.json").read_text())["batches"]
-    assert (one["batch"], one["changed"], two["batch"], two["changed"]) == (1, 0, 2, 1)
+    assert (one["batch"], two["batch"]) == (1, 2)
+    assert one["changed"] == {"autoregressive": 0, "dflash": 0, "adaptive": 0}
+    assert two["changed"] == {"autoregressive": 0, "dflash": 1, "adaptive": 0}
     for row in (one, two):
-        assert set(row["tokens_per_second"]) == {"autoregressive", "dflash"}
+        assert set(row["tokens_per_second"]) == {"autoregressive", "dflash", "adaptive"}
         assert min(row["tokens_per_second"].values()) > 0
         assert row["acceptance_length"] == one["acceptance_length"] >= 1
+        assert 0 < row["drafts_per_cycle"] < 3  # widths 4, 2 and 1 were tried
+        assert set(row["host"]) == {"after", "beside"}
+        for times in row["host"].values():
+            assert 0 < times["host_ms"] < times["cycle_ms"]
 
 
 def test_other_drafts_accepted_are_a_change() -> None:
     a, b = Timeline(Generation(), 0.0), Timeline(Generation(), 0.0)
-    assert not batches._differ(a, b)
+    assert not batches._other_drafts(a, b)
     b.generation.metrics.accepted_by_slot = [1]
-    assert batches._differ(a, b)
+    assert batches._other_drafts(a, b)
+    assert not batches._other_tokens(a, b)
+
+
+def test_text_made_after_the_engines_counts_as_the_hosts_time() -> None:
+    """Making text takes 10 ms, the engines 20 or more: seen where it comes after them, hidden beside
+    them. Answers are the same as ever."""
+
+    class SlowText(ToyCodec):
+        def push(self, ids: Sequence[int]) -> str:
+            time.sleep(0.01)
+            return super().push(ids)
+
+    class SlowEngines(ToyPair):
+        def verify(self, slots: Sequence[int], width: int, logits: bool = False) -> None:
+            time.sleep(0.02)
+            super().verify(slots, width, logits)
+
+    runtime = Runtime(as_engines(SlowEngines(slots=1)), SlowText())  # type: ignore[arg-type]
+    options = GenerationOptions(40, draft=False, ignore_eos=True)
+    times = host_times(runtime, [[1]], options)
+    assert times["after"]["host_ms"] > 9
+    assert times["beside"]["host_ms"] < 5
+    assert times["after"]["cycle_ms"] > times["beside"]["cycle_ms"] + 5
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def answers(pair, folder, options):
         pair.release(slot)
     codec, scheduler = TextCodec(folder, pair.manifest.chat_arguments), Scheduler(pair)
     requests = [
-        Request(prompt, own, pair.manifest, codec, lambda delta: None)
+        Request(prompt, own, pair, codec, lambda delta: None)
         for prompt, own in zip(PROMPTS, options, strict=False)
     ]
     for request in requests:

@@ -15,9 +15,7 @@ class Driven:
 
     def __init__(self, toy: ToyPair, prompt: Sequence[int], options: GenerationOptions) -> None:
         self.deltas: list[Delta] = []
-        self.request = Request(
-            prompt, options, as_engines(toy).manifest, ToyCodec(), self.deltas.append
-        )  # type: ignore[arg-type]
+        self.request = Request(prompt, options, as_engines(toy), ToyCodec(), self.deltas.append)  # type: ignore[arg-type]
 
     @property
     def generation(self) -> Generation:

@@ -29,13 +29,13 @@ def test_exactly_max_tokens(runtime: Runtime, count: int) -> None:
 def test_every_stop_id_ends_at_every_position(runtime: Runtime, draft: bool) -> None:
     """A stop id inside an accepted block ends the answer, whichever of several ids it is."""
     whole = runtime.generate([1, 2, 3], GenerationOptions(40, ignore_eos=True)).tokens
-    manifest = runtime.manifest
+    manifest, engines = runtime.manifest, runtime.engines
     for token in dict.fromkeys(whole):
-        runtime.manifest = replace(manifest, stop_ids=(99999, token))
+        engines.manifest = replace(manifest, stop_ids=(99999, token))
         result = runtime.generate([1, 2, 3], GenerationOptions(40, draft=draft))
         assert result.tokens == whole[: whole.index(token)]
         assert result.finish_reason == "stop"
-    runtime.manifest = manifest
+    engines.manifest = manifest
 
 
 def test_the_cache_is_used_to_its_end(runtime: Runtime) -> None:

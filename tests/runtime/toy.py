@@ -39,6 +39,7 @@ class ToyPair:
             capacity=max_seq_len + block, stop_ids=stop_ids, mask_id=0,
             drafter=SimpleNamespace(config={"max_positions": drafter_positions}),
         )  # fmt: skip
+        self.widths = range(1, block + 1)
         self.skill, self.random = skill, np.random.default_rng(seed + 1)
         self.context, self.anchor = np.zeros(slots, np.int32), np.zeros(slots, np.int64)
         self.cached: list[list[int]] = [[] for _ in range(slots)]

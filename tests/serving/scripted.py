@@ -18,6 +18,7 @@ class ScriptedPair:
 
     def __init__(self, manifest: Manifest, script: Sequence[int], run: int) -> None:
         self.manifest, self.run = manifest, run
+        self.widths = range(1, manifest.block + 1)
         self.script = np.array([*script, *[0] * 4096], np.int64)
         slots = manifest.max_batch
         self.context, self.anchor = np.zeros(slots, np.int32), np.zeros(slots, np.int64)

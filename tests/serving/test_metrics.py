@@ -53,17 +53,17 @@ def test_histograms_are_cumulative_and_add_up(page: dict[str, Metric]) -> None:
     histograms = [family for family in page.values() if family.type == "histogram"]
     assert len(histograms) == 5
     for family in histograms:
-        for drafted in ({"drafted": "true"}, {"drafted": "false"}, {}):
+        for width in ({"width": "6"}, {"width": "1"}, {}):
             buckets = [
                 (float(s.labels["le"]), s.value)
                 for s in family.samples
-                if s.name.endswith("_bucket") and s.labels == {**drafted, "le": s.labels["le"]}
+                if s.name.endswith("_bucket") and s.labels == {**width, "le": s.labels["le"]}
             ]
             if not buckets:
                 continue
             assert all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(buckets))
-            assert buckets[-1] == (float("inf"), value(family, "_count", **drafted))
-            assert value(family, "_sum", **drafted) > 0
+            assert buckets[-1] == (float("inf"), value(family, "_count", **width))
+            assert value(family, "_sum", **width) > 0
 
 
 def test_figures_are_those_of_the_runtime(scheduler: Scheduler, page: dict[str, Metric]) -> None:
@@ -78,6 +78,7 @@ def test_figures_are_those_of_the_runtime(scheduler: Scheduler, page: dict[str, 
         assert value(page[f"dflash_{name}_seconds"], "_count") == requests
     ttft = page["dflash_time_to_first_token_seconds"]
     assert value(ttft, "_sum") == pytest.approx(m.requests.ttft)
+    assert {s.labels["width"] for s in page["dflash_cycle_seconds"].samples} == {"1", "6"}
     tokens = page["dflash_generation_tokens"]
     assert value(tokens, "_total") == 4 * 30
     finished = page["dflash_requests_finished"]

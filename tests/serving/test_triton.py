@@ -144,7 +144,8 @@ def test_smollm2_answers_as_the_command_does(
 ) -> None:
     assert main(["run", str(smollm2_engine), QUESTION, "--max-tokens", "20", "--json"]) == 0
     wanted = json.loads(capsys.readouterr().out)
-    answer = triton.generate("smollm2", text_input=QUESTION, max_tokens=20, return_figures=True)
+    values = {"text_input": QUESTION, "max_tokens": 20, "draft": True, "return_figures": True}
+    answer = triton.generate("smollm2", **values)
     assert answer["text_output"] == wanted["text"]
     assert answer["output_ids"] == wanted["token_ids"]
     figures = json.loads(answer["figures"])

@@ -65,9 +65,10 @@ class RuntimeCollector(Collector):
         for name, field, text in _TIMES:
             yield _histograms(name, text, {(): getattr(m, field)})
         cycles: dict[Sequence[str], Histogram] = {
-            (str(drafted).lower(),): h for drafted, h in m.cycle.items()
+            (str(width),): h for width, h in sorted(m.cycles.copy().items())
         }
-        yield _histograms("cycle_seconds", "Engine time of a cycle", cycles, ("drafted",))
+        text = "Engine time of a cycle, by the tokens of its blocks; 1 is no drafting"
+        yield _histograms("cycle_seconds", text, cycles, ("width",))
 
 
 def _counted(name: str, text: str, label: str, values: Mapping) -> CounterMetricFamily:

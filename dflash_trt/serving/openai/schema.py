@@ -97,6 +97,7 @@ class Sampling(Strict):
             logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
             seed=None if self.seed is None else self.seed + index,
             logprobs=self.wanted_logprobs(),
+            adaptive=self.draft is None,
             **values,
         )
 

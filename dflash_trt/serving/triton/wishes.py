@@ -151,6 +151,7 @@ def _options(row: Row, logprobs: bool) -> GenerationOptions:
         values["temperature"] = 1.0
     if logprobs:
         values.setdefault("logprobs", 0)
+    values["adaptive"] = "draft" not in values
     return GenerationOptions(stop=tuple(stops), stop_token_ids=tuple(ends), **values)
 
 
