@@ -27,7 +27,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument("question", help="the user's turn; the chat template is applied")
     parser.add_argument("--no-draft", action="store_true", help="decode one token at a time")
     parser.add_argument(
-        "--adaptive", action="store_true", help="draft only while that is faster, as measured"
+        "--adaptive", action="store_true", help="blocks as long as it pays, as measured, or none"
     )
     parser.add_argument(
         "--compare",

@@ -18,9 +18,9 @@ class GenerationOptions:
     """One request's wishes; every default means "not asked for".
 
     max_tokens: at most so many new tokens; min_tokens: no stop before so many; draft: False decodes
-    one token at a time; adaptive: draft only while that is faster, as measured; width: tokens per
-    verify call, 2 to the engine's block (None: the block); ignore_eos: the model's own end tokens do
-    not stop; stop: texts that end the answer and are not part of it; stop_token_ids: further end
+    one token at a time; adaptive: shorter blocks, or none, where they are measured to be faster;
+    width: tokens per verify call, 2 to the engine's block (None: the block); ignore_eos: the model's
+    own end tokens do not stop; stop: texts that end the answer and are not part of it; stop_token_ids: further end
     tokens.
 
     temperature 0 takes the most likely token, and so does one below SMALLEST_TEMPERATURE, which

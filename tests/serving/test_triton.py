@@ -144,8 +144,7 @@ def test_smollm2_answers_as_the_command_does(
 ) -> None:
     assert main(["run", str(smollm2_engine), QUESTION, "--max-tokens", "20", "--json"]) == 0
     wanted = json.loads(capsys.readouterr().out)
-    values = {"text_input": QUESTION, "max_tokens": 20, "draft": True, "return_figures": True}
-    answer = triton.generate("smollm2", **values)
+    answer = triton.generate("smollm2", text_input=QUESTION, max_tokens=20, return_figures=True)
     assert answer["text_output"] == wanted["text"]
     assert answer["output_ids"] == wanted["token_ids"]
     figures = json.loads(answer["figures"])
@@ -230,7 +229,8 @@ EVERYTHING: dict[str, Any] = {
     "streaming": False, "return_log_probs": True, "exclude_input_in_output": True,
     "sampling_parameters": '{"logprobs": 2}', "return_finish_reason": True,
     "return_cumulative_logprob": True, "return_logprobs": True, "return_num_input_tokens": True,
-    "return_num_output_tokens": True, "draft": True, "return_figures": True,
+    "return_num_output_tokens": True, "draft": True, "adaptive": False,
+    "return_figures": True,
 }  # fmt: skip
 OTHER_PROMPTS = ("messages", "input_ids", "input_lengths")
 

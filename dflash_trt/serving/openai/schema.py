@@ -36,7 +36,7 @@ class ResponseFormat(Strict):
 
 class Sampling(Strict):
     """What both endpoints take. top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
-    stop_token_ids and draft are ours; metadata, service_tier, store and user mean nothing here."""
+    stop_token_ids, draft and adaptive are ours; metadata, service_tier, store and user mean nothing here."""
 
     usual_tokens: ClassVar[int | None] = (
         None  # length of an answer where none is given; None: what fits
@@ -60,6 +60,7 @@ class Sampling(Strict):
     min_tokens: NonNegative | None = None
     ignore_eos: StrictBool | None = None
     draft: StrictBool | None = None
+    adaptive: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     metadata: dict[str, str] | None = None
@@ -97,14 +98,13 @@ class Sampling(Strict):
             logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
             seed=None if self.seed is None else self.seed + index,
             logprobs=self.wanted_logprobs(),
-            adaptive=self.draft is None,
             **values,
         )
 
 
 _SAME_NAME = (
     "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "min_tokens", "ignore_eos", "draft",
+    "min_tokens", "ignore_eos", "draft", "adaptive",
 )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ INPUTS = (
     *_tensors("BOOL", "return_finish_reason", "return_cumulative_logprob", "return_logprobs"),
     *_tensors("BOOL", "return_num_input_tokens", "return_num_output_tokens"),
     # Ours
-    *_tensors("BOOL", "draft", "return_figures"),
+    *_tensors("BOOL", "draft", "adaptive", "return_figures"),
 )
 OUTPUTS = (
     *_tensors("STRING", "text_output"),

@@ -151,7 +151,6 @@ def _options(row: Row, logprobs: bool) -> GenerationOptions:
         values["temperature"] = 1.0
     if logprobs:
         values.setdefault("logprobs", 0)
-    values["adaptive"] = "draft" not in values
     return GenerationOptions(stop=tuple(stops), stop_token_ids=tuple(ends), **values)
 
 
@@ -161,7 +160,7 @@ def _samples(values: Mapping[str, Any]) -> bool:
 
 
 def _own_tensors(row: Row) -> dict[str, Any]:
-    names = {name: name for name in (*_SAMPLING, "draft")} | _RENAMED
+    names = {name: name for name in (*_SAMPLING, "draft", "adaptive")} | _RENAMED
     read = {key: row.one(name) for name, key in names.items()}
     read |= {key: row.one(name) for name, key in _RENAMED.items() if row.one(name) is not None}
     return {key: value for key, value in read.items() if value is not None}
