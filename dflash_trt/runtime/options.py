@@ -20,8 +20,8 @@ class GenerationOptions:
     max_tokens: at most so many new tokens; min_tokens: no stop before so many; draft: False decodes
     one token at a time; adaptive: shorter blocks, or none, where they are measured to be faster;
     width: tokens per verify call, 2 to the engine's block (None: the block); ignore_eos: the model's
-    own end tokens do not stop; stop: texts that end the answer and are not part of it; stop_token_ids: further end
-    tokens.
+    own end tokens do not stop; stop: texts that end the answer and are not part of it;
+    stop_token_ids: further end tokens.
 
     temperature 0 takes the most likely token, and so does one below SMALLEST_TEMPERATURE, which
     leaves no other. top_k 0, top_p 1, min_p 0 keep every token. repetition_penalty divides positive
