@@ -157,10 +157,17 @@ def test_lanes_are_different_slots(engine: Path) -> None:
 
 
 def test_caches_that_do_not_fit_are_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        available = 1_000_000
+    """To the byte: what all caches of all slots take must be free."""
+    pair = OnnxRuntimePair(engine, threads=1)
+    caches = [c.numpy() for m in pair._caches.values() for slot in m for c in slot.values()]
+    assert pair.cache_bytes == sum(cache.nbytes for cache in caches)
 
-    monkeypatch.setattr(onnxruntime.psutil, "virtual_memory", lambda: Full)
+    class Memory:
+        available = pair.cache_bytes
+
+    monkeypatch.setattr(onnxruntime.psutil, "virtual_memory", lambda: Memory)
+    OnnxRuntimePair(engine, threads=1)
+    Memory.available -= 1
     with pytest.raises(
         InputError, match=r"KV cache: 6 slots x 384 tokens = 0.00 GB, and .* smaller --max-b"
     ):
@@ -264,3 +271,37 @@ def test_drafts_do_not_depend_on_company(engine: Path) -> None:
 
     alone = {slot: blocks([[slot]] * 12)[slot] for slot in range(3)}
     assert blocks([[0, 1, 2], [2, 0, 1], [1, 2, 0]] * 4) == alone
+
+
+def test_drafts_are_those_of_the_committed_tokens(engine: Path) -> None:
+    """Whatever was committed of a block, more or less than the engine did, and however slots changed
+    places, the next drafts are those of a slot that was given all committed tokens as its prompt."""
+    engines, fresh = (OnnxRuntimePair(engine, threads=1) for _ in "ab")
+    random, held = np.random.default_rng(7), dict(enumerate(prompts(3)))
+
+    def start(pair: OnnxRuntimePair, slot: int, ids: list[int]) -> None:
+        pair.release(slot)
+        for begin in range(0, len(ids), 128):
+            pair.prefill(slot, np.asarray(ids[begin : begin + 128]), inject=True)
+
+    for slot, ids in held.items():
+        start(engines, slot, ids)
+    for cycle in range(15):
+        if cycle == 8:  # a slot that was used has a new sequence
+            held[1] = prompts(4)[3]
+            start(engines, 1, held[1])
+        order = random.permutation(3).tolist()
+        engines.draft(order, 5)
+        engines.verify(order, 6)
+        blocks = engines.tokens.tolist()
+        for slot, block, count in zip(order, blocks, engines.accepted.tolist(), strict=True):
+            start(fresh, 0, held[slot])
+            fresh.commit(0, 0, block[0])
+            fresh.draft([0], 5)
+            fresh.verify([0], 6)
+            assert fresh.tokens[0].tolist() == block
+            if random.random() < 0.6:
+                count = int(random.integers(1, 7))
+                engines.commit(slot, count, int(random.integers(0, tiny.VOCAB)))
+            held[slot] = [*held[slot], *block[:count]]
+            assert engines.context[slot] == len(held[slot])
