@@ -52,6 +52,10 @@ _NOT_SHOWN = (
     "input", "requests", "all tok/s",
     "TTFT p90", "TTFT p99", "TPOT p90", "TPOT p99", "chunk p90", "chunk p99",
 )  # fmt: skip
+_MODEL_NOTE = (
+    "Nothing here was measured. Constants of the software: {software.source}. GPU: {gpu.source}. "
+    "docs/planner.md holds the model against published measurements."
+)
 DEFINITIONS = (
     "TTFT: from submission to the first token. TPOT: (end-to-end - TTFT) / (output tokens - 1). "
     "Interactivity: 1 / TPOT, here from the median. Throughput: output tokens of all users over the "
@@ -66,11 +70,8 @@ DEFINITIONS = (
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments().parse_args(argv)
     try:
-        if args.modelled:
-            title, levels = _modelled(args)
-        else:
-            title, levels = _measured(args)
-        _write(title, levels, args.output)
+        title, levels, notes = _modelled(args) if args.modelled else _measured(args)
+        _write(title, levels, notes, args.output)
     except (InputError, OSError) as error:
         print(f"latency_at_interactivity: {error}", file=sys.stderr)
         return 2
@@ -111,18 +112,23 @@ def _concurrencies(text: str | None, slots: int | None) -> list[int]:
         raise InputError(f"concurrency '{text}': wants numbers separated by commas") from None
 
 
-def _measured(args: argparse.Namespace) -> tuple[str, list[Level]]:
+Findings = tuple[str, list[Level], Sequence[str]]  # title, levels, notes
+
+
+def _measured(args: argparse.Namespace) -> Findings:
     endpoint = _endpoint(args)
     prompts = read_prompts(args.prompts) if args.prompts else list(QUESTIONS)
     if args.isl is not None:
         prompts = lengthened(prompts, args.isl, endpoint.count)
     options = GenerationOptions(args.osl, width=args.block, ignore_eos=True)
     console = Console(stderr=True)
+    if endpoint.slots == 1:
+        console.print("one slot, one user: an engine built with --max-batch 8 shows the curve")
     levels = sweep(
         endpoint, prompts, _concurrencies(args.concurrency, endpoint.slots), options,
         progress=lambda what: console.print(what, highlight=False),
     )  # fmt: skip
-    return f"{endpoint.name}, measured", levels
+    return f"{endpoint.name}, measured", levels, DEFINITIONS
 
 
 def _endpoint(args: argparse.Namespace) -> Endpoint:
@@ -136,7 +142,7 @@ def _endpoint(args: argparse.Namespace) -> Endpoint:
     return find_server(args.url, args.model, key)
 
 
-def _modelled(args: argparse.Namespace) -> tuple[str, list[Level]]:
+def _modelled(args: argparse.Namespace) -> Findings:
     plan, gpu = find_plan(args.target), find_gpu(args.modelled)
     setting = Setting(plan, gpu, GRAPHS, plan.precision, 1, 2048, plan.block, args.tp)
     both = curves(setting, args.tau, _concurrencies(args.concurrency, None))
@@ -145,7 +151,12 @@ def _modelled(args: argparse.Namespace) -> tuple[str, list[Level]]:
         for mode, curve in (("autoregressive", both.plain), ("dflash", both.dflash))
         for point in curve
     ]
-    return f"MODELLED, not measured: {plan.name} on {args.tp} x {gpu.name}", levels
+    note = _MODEL_NOTE.format(software=setting.software, gpu=gpu)
+    return (
+        f"MODELLED, not measured: {plan.name} on {args.tp} x {gpu.name}",
+        levels,
+        (note, *DEFINITIONS),
+    )
 
 
 def _modelled_level(
@@ -156,24 +167,25 @@ def _modelled_level(
     return Level(mode, batch, 0, 0, 1.0, 0, round(throughput), acceptance, {}, tpot, {})
 
 
-def _write(title: str, levels: list[Level], out: Path) -> None:
+def _write(title: str, levels: list[Level], notes: Sequence[str], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     rows = [level.row() for level in levels]
     ratios = comparison(levels)
     console = Console()
     shown = [{key: row[key] for key in row if key not in _NOT_SHOWN} for row in rows]
     console.print(_table(title, shown), _table("ratios of throughput", ratios))
-    for note in DEFINITIONS:
+    for note in notes:
         console.print(note, highlight=False)
     (out / "levels.json").write_text(json.dumps({"title": title, "levels": rows, "ratios": ratios}))
     with (out / "levels.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, ["title", *rows[0]])
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({"title": title, **row} for row in rows)
     images = figures(levels, title)
     for name, data in images.items():
         (out / f"{name}.png").write_bytes(data)
-    (out / "index.html").write_text(report_html(title, images, rows, DEFINITIONS))
+    tables = {"levels": rows, "ratios of throughput": ratios}
+    (out / "index.html").write_text(report_html(title, images, tables, notes))
     console.print(f"written to {out}", highlight=False)
 
 

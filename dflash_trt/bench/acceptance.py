@@ -47,7 +47,9 @@ def _lengths(axes: Axes, metrics: GenerationMetrics) -> None:
     shares = [100 * count / max(sum(counts), 1) for count in counts]
     _bars(axes, range(1, len(counts) + 1), shares, BLUE)
     mean = metrics.acceptance_length
-    axes.axvline(mean, color=ORANGE, linestyle="--", label=f"acceptance length {mean:.2f}")
+    axes.axvline(  # behind the bars and their numbers
+        mean, color=ORANGE, linestyle="--", zorder=0.5, label=f"acceptance length {mean:.2f}"
+    )
     axes.margins(y=0.15)
     axes.legend(frameon=False, fontsize=8, loc="upper right")
     _label(axes, "tokens committed by a cycle", "tokens, the target's own included", "% of cycles")

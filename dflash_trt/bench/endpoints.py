@@ -20,9 +20,10 @@ from urllib.request import Request, urlopen
 
 from dflash_trt.bench.interactivity import Timeline
 from dflash_trt.errors import InputError
-from dflash_trt.runtime.generate import Delta, Generation, GenerationOptions, Prompt, Runtime
+from dflash_trt.runtime.generate import Delta, GenerationOptions, Prompt, Runtime
 
 Json = dict[str, Any]
+Finished = Callable[[], None]
 _SECONDS = 600.0
 
 
@@ -36,12 +37,7 @@ class Endpoint(Protocol):
     def count(self, text: str) -> int:
         """Tokens of a prompt, the chat template included."""
 
-    def submit(
-        self,
-        prompt: Prompt,
-        options: GenerationOptions,
-        finished: Callable[[], None],
-    ) -> Timeline:
+    def submit(self, prompt: Prompt, options: GenerationOptions, finished: Finished) -> Timeline:
         """Begin a request; its timeline fills up until `finished` is called, whatever happens."""
 
 
@@ -55,13 +51,8 @@ class LocalRuntime:
     def count(self, text: str) -> int:
         return len(self._runtime.prompt_ids(text))
 
-    def submit(
-        self,
-        prompt: Prompt,
-        options: GenerationOptions,
-        finished: Callable[[], None],
-    ) -> Timeline:
-        line = Timeline(Generation(), perf_counter())
+    def submit(self, prompt: Prompt, options: GenerationOptions, finished: Finished) -> Timeline:
+        line = Timeline()
 
         def sink(delta: Delta) -> None:
             if delta.tokens:
@@ -174,17 +165,12 @@ class Server:
         self._url, self._dialect, self.name, self._key = url, dialect, name, key
 
     def count(self, text: str) -> int:
-        line = Timeline(Generation(), perf_counter())
+        line = Timeline()
         self._ask(line, text, GenerationOptions(1))
         return line.generation.metrics.prompt_tokens
 
-    def submit(
-        self,
-        prompt: Prompt,
-        options: GenerationOptions,
-        finished: Callable[[], None],
-    ) -> Timeline:
-        line = Timeline(Generation(), perf_counter())
+    def submit(self, prompt: Prompt, options: GenerationOptions, finished: Finished) -> Timeline:
+        line = Timeline()
 
         def ask() -> None:
             try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash_trt.errors import InputError
+from dflash_trt.planner.interactivity import throughput_at
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Prompt
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class Timeline:
     """One request: when it was submitted and when how many tokens arrived. counted: tokens of the
     whole answer, from a server that does not count them by chunk; failure: why it failed."""
 
-    generation: Generation
-    submitted: float
+    generation: Generation = field(default_factory=Generation)
+    submitted: float = field(default_factory=perf_counter)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     counted: int | None = None
     failure: str | None = None
@@ -92,7 +93,7 @@ class Level:
         return 1e3 / self.tpot_ms["p50"]
 
     def row(self) -> dict[str, Any]:
-        """All figures; a time that was not measured is None."""
+        """All figures; None where there is none, as for requests and input of what is modelled."""
         times = {
             f"{what} {p}": getattr(self, name).get(p)
             for what, name in (
@@ -102,15 +103,17 @@ class Level:
             )
             for p in ("p50", "p90", "p99")
         }
+        measured = self.requests > 0
+        served = self.requests - self.failed
         return {
             "mode": self.mode,
             "users": self.concurrency,
-            "input": round(self.input_tokens / max(self.requests - self.failed, 1)),
-            "requests": self.requests,
-            "failed": self.failed,
+            "input": round(self.input_tokens / served) if served else None,
+            "requests": self.requests if measured else None,
+            "failed": self.failed if measured else None,
             "tok/s/user": round(self.interactivity, 1),
             "out tok/s": round(self.throughput, 1),
-            "all tok/s": round(self.total_throughput, 1),
+            "all tok/s": round(self.total_throughput, 1) if measured else None,
             "accept": self.acceptance_length,
             **times,
         }
@@ -190,7 +193,7 @@ def summarise(mode: str, concurrency: int, seconds: float, lines: Sequence[Timel
         concurrency=concurrency,
         requests=len(lines),
         failed=len(lines) - len(good),
-        seconds=round(seconds, 3),
+        seconds=seconds,
         input_tokens=sum(line.generation.metrics.prompt_tokens for line in good),
         output_tokens=sum(line.tokens for line in good),
         acceptance_length=round(committed / cycles, 3) if mode == "dflash" and cycles else None,
@@ -215,7 +218,7 @@ def comparison(levels: Sequence[Level]) -> list[dict[str, float | None]]:
     end = max(level.interactivity for level in plain)
     rows: list[dict[str, float | None]] = []
     for a, b in zip(plain, drafted, strict=True):
-        there = _throughput_at(plain, b.interactivity)
+        there = throughput_at(plain, b.interactivity)
         rows.append(
             {
                 "users": b.concurrency,
@@ -226,12 +229,3 @@ def comparison(levels: Sequence[Level]) -> list[dict[str, float | None]]:
             }
         )
     return rows
-
-
-def _throughput_at(curve: Sequence[Level], interactivity: float) -> float:
-    """Throughput of the measured curve at an interactivity, between its points; 0 beyond its end."""
-    points = sorted((level.interactivity, level.throughput) for level in curve)
-    if interactivity > points[-1][0]:
-        return 0.0
-    xs, ys = zip(*points, strict=True)
-    return float(np.interp(interactivity, xs, ys))

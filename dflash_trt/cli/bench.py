@@ -18,6 +18,7 @@ from dflash_trt.bench.batches import batch_table, check_batches
 from dflash_trt.bench.compare import Comparison, compare, top_gap
 from dflash_trt.bench.figure import need_matplotlib
 from dflash_trt.bench.prompts import read_prompts
+from dflash_trt.cli.prompts import add_prompts
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import GenerationOptions, Runtime
 from dflash_trt.runtime.metrics import total
@@ -30,14 +31,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         description="Measure acceptance and speed over prompts, greedy, one request at a time.",
     )
     parser.add_argument("engine", type=Path, metavar="DIR", help="engine directory")
-    parser.add_argument(
-        "--prompts", type=Path, required=True, metavar="FILE.jsonl",
-        help="one JSON object per line, with prompt, question or messages",
-    )  # fmt: skip
-    parser.add_argument("--limit", type=int, help="use the first N prompts")
-    parser.add_argument(
-        "--max-tokens", type=int, default=128, help="tokens per answer (default: 128)"
-    )
+    add_prompts(parser)
     parser.add_argument(
         "--block",
         type=int,

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dflash_trt.bench.prompts import read_prompts
 from dflash_trt.bench.simulate import Measurement, measure, report
+from dflash_trt.cli.prompts import add_prompts
 from dflash_trt.engines.directory import read_manifest
 from dflash_trt.engines.simulation import build_simulation
 from dflash_trt.errors import InputError
@@ -29,14 +30,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         "--against", type=Path, required=True, metavar="DIR",
         help="the same pair in another precision, usually bf16",
     )  # fmt: skip
-    parser.add_argument(
-        "--prompts", type=Path, required=True, metavar="FILE.jsonl",
-        help="one JSON object per line, with prompt, question or messages",
-    )  # fmt: skip
-    parser.add_argument("--limit", type=int, help="use the first N prompts")
-    parser.add_argument(
-        "--max-tokens", type=int, default=128, help="tokens per answer (default: 128)"
-    )
+    add_prompts(parser)
     parser.add_argument(
         "--text", type=Path, required=True, metavar="FILE", help="text to measure perplexity on"
     )

@@ -18,15 +18,17 @@ CONTEXT = 2048  # tokens; the sources do not say how long their sequences were o
 # Fitted to the five points of `published.POINTS` marked `fit`; e_bw was held at 0.95 or less. Then
 # e_moe to the one of `published.RATIOS`: kernels of a GPU that has no products in 4 bits.
 SGLANG = Software(
-    "sglang", e_bw=0.95, e_ops=0.431, e_moe=0.067, layer=60.9e-6, pass_=185e-6, host=1.455e-3
-)
+    "sglang", "fitted to published rates of SGLang",
+    e_bw=0.95, e_ops=0.431, e_moe=0.067, layer=60.9e-6, pass_=185e-6, host=1.455e-3,
+)  # fmt: skip
 
 # Whole passes as one CUDA graph: launch floors chosen, not fitted, so that plain decoding of
 # gpt-oss-120b on eight B300 ends near 650 tokens/s per user; efficiencies as fitted above, and experts
 # as good as other products, which the GPU's own 4-bit units are for.
 GRAPHS = Software(
-    "graphs", e_bw=0.95, e_ops=0.431, e_moe=0.431, layer=20e-6, pass_=150e-6, host=0.2e-3
-)
+    "graphs", "efficiencies fitted to published rates of SGLang, launch floors chosen",
+    e_bw=0.95, e_ops=0.431, e_moe=0.431, layer=20e-6, pass_=150e-6, host=0.2e-3,
+)  # fmt: skip
 
 SOFTWARE = {s.name: s for s in (SGLANG, GRAPHS)}
 

@@ -19,6 +19,7 @@ class Gpu:
     fp8: float
     fp4: float
     link: float = 0.0
+    source: str = "NVIDIA's data sheet, dense peak rates"
 
     def peak(self, precision: str) -> float:
         """FLOP/s of matrix products in `precision`; weights in 4 bits without such a unit run in 8

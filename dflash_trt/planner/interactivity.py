@@ -9,9 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
 
 from dflash_trt.planner.roofline import Cycle, Setting, cycle
+
+
+class Rates(Protocol):
+    """A point of a curve, modelled or measured."""
+
+    @property
+    def interactivity(self) -> float: ...
+    @property
+    def throughput(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -52,15 +63,10 @@ def _point(batch: int, rate: float, ranks: int) -> CurvePoint:
     return CurvePoint(batch, rate / batch, rate / ranks)
 
 
-def throughput_at(curve: Sequence[CurvePoint], interactivity: float) -> float:
+def throughput_at(curve: Sequence[Rates], interactivity: float) -> float:
     """Throughput where the curve crosses `interactivity`, between its points; 0 where it never does."""
-    ordered = sorted(curve, key=lambda p: p.interactivity)
-    if interactivity > ordered[-1].interactivity:
+    points = sorted((p.interactivity, p.throughput) for p in curve)
+    if interactivity > points[-1][0]:
         return 0.0
-    if interactivity <= ordered[0].interactivity:
-        return ordered[0].throughput
-    for low, high in pairwise(ordered):
-        if low.interactivity <= interactivity <= high.interactivity:
-            share = (interactivity - low.interactivity) / (high.interactivity - low.interactivity)
-            return low.throughput + share * (high.throughput - low.throughput)
-    raise AssertionError("an ordered curve has no gap")
+    xs, ys = zip(*points, strict=True)
+    return float(np.interp(interactivity, xs, ys))

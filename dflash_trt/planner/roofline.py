@@ -26,10 +26,11 @@ class Software:
     e_moe: in grouped products of experts, where a handful of rows fills a part of a tile and weights
     in 4 bits are unpacked on the way; layer: launches of one layer; pass_: of one pass; host: per
     cycle, between the passes (plain decoding hides it behind the next step); reduce: one
-    all-reduce's latency.
+    all-reduce's latency. source: where they are from.
     """
 
     name: str
+    source: str
     e_bw: float
     e_ops: float
     e_moe: float

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_trt.bench.endpoints import LocalRuntime
+from dflash_trt.bench.endpoints import Finished, LocalRuntime
 from dflash_trt.bench.interactivity import Level, Timeline, comparison, summarise, sweep
 from dflash_trt.bench.prompts import lengthened
 from dflash_trt.errors import InputError
@@ -46,11 +46,46 @@ def test_ratios_at_equal_concurrency_and_interactivity() -> None:
         level("dflash", 4, 16.0, 300),
     ]
     one, four = comparison(levels)
+    assert (one["plain ends at"], four["plain ends at"]) == (100.0, 100.0)
+    assert (one["at tok/s/user"], four["at tok/s/user"]) == (200.0, 62.5)
     assert one["equal concurrency"] == 2.0
     assert one["equal interactivity"] is None  # 200 tokens/s per user: plain decoding ends at 100
     assert four["equal concurrency"] == 1.5
     # At 62.5 tokens/s per user the plain curve is a quarter of the way from 50 to 100.
     assert four["equal interactivity"] == pytest.approx(300 / 175, abs=1e-3)
+
+
+class Server:
+    """Notes what it is asked; every third request of a level fails."""
+
+    name, slots = "noting", None
+
+    def __init__(self) -> None:
+        self.asked: list[GenerationOptions] = []
+
+    def count(self, text: str) -> int:
+        return len(text)
+
+    def submit(self, prompt: object, options: GenerationOptions, finished: Finished) -> Timeline:
+        self.asked.append(options)
+        line = timeline((10.5, 1), (10.9, options.max_tokens - 1))
+        line.failure = "full" if len(self.asked) % 3 == 0 else None
+        finished()
+        return line
+
+
+def test_warm_up_and_failures_are_in_no_figure() -> None:
+    """Of each level one short request per user comes first; a failed one, whatever it had sent
+    before, is counted as that only."""
+    server = Server()
+    plain, drafted = sweep(server, ["one", "two"], [2], GenerationOptions(20))
+    short, full = (False, 8), (False, 20)
+    assert [(o.draft, o.max_tokens) for o in server.asked[:6]] == [short] * 2 + [full] * 4
+    assert all(o.draft for o in server.asked[6:])
+    for level in (plain, drafted):
+        assert (level.requests, level.failed, level.output_tokens) == (4, 2, 40)
+        assert level.ttft_ms["p50"] == pytest.approx(500)
+        assert level.interactivity == pytest.approx(47.5, rel=1e-3)
 
 
 def test_a_sweep_over_an_engine(tiny_engine: Path) -> None:
@@ -101,15 +136,29 @@ def test_the_example_writes_its_figures(
     levels = json.loads((out / "levels.json").read_text())["levels"]
     assert [level["users"] for level in levels] == [1, 1]  # one slot
     assert levels[0]["input"] == pytest.approx(120, rel=0.1)
-    assert "http" not in (out / "index.html").read_text()
+    page = (out / "index.html").read_text()
+    assert "http" not in page
+    for part in ("tiny, measured", "equal interactivity", "TPOT: (end-to-end - TTFT)"):
+        assert part in page
 
 
 def test_modelled_figures_are_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Terminal, page, tables and pictures, each by itself, and with the sources of the constants."""
     pytest.importorskip("matplotlib")
+    from dflash_trt.bench import plots
+    from tests.bench.drawn import draw_instead, words
+
+    drawn = draw_instead(monkeypatch, plots)
     assert run_example(monkeypatch, "--modelled", "b200", "-o", tmp_path) == 0
-    assert "MODELLED, not measured" in capsys.readouterr().out
-    assert "MODELLED, not measured" in (tmp_path / "index.html").read_text()
+    shown = capsys.readouterr().out
+    files = [(tmp_path / name).read_text() for name in ("index.html", "levels.csv", "levels.json")]
+    for text in (shown, *files, *map(words, drawn)):
+        assert "MODELLED, not measured" in text
+    for source in ("launch floors chosen", "NVIDIA", "data sheet", "docs/planner.md"):
+        assert source in " ".join(shown.split())
+        assert source in files[0]
+    assert files[1].count("MODELLED") == len(files[1].splitlines()) - 1
     assert run_example(monkeypatch, "--modelled", "abacus", "-o", tmp_path) == 2
     assert "gpu 'abacus'" in capsys.readouterr().err
