@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from dflash_trt.errors import InputError
+from dflash_trt.planner.acceptance import acceptance_length, from_length
 from dflash_trt.planner.calibration import SOFTWARE
-from dflash_trt.planner.fit import ranks_that_fit, verdict
 from dflash_trt.planner.hardware import GPUS, find_gpu
 from dflash_trt.planner.interactivity import Curves, curves
-from dflash_trt.planner.roofline import Setting, communication, memory_needed
+from dflash_trt.planner.roofline import Cycle, Pass, Setting, best, memory_needed
 from dflash_trt.planner.shapes import PLANS, find_plan
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -32,9 +35,12 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument("--tp", type=int, default=1, help="GPUs for one model (default: 1)")
     parser.add_argument("--context", type=int, default=2048, help="tokens cached per sequence")
     parser.add_argument("--block", type=int, help="tokens per verify call (default: trained block)")
-    parser.add_argument(
-        "--tau", type=float, required=True, help="acceptance length, as measured with `bench`"
-    )
+    acceptance = parser.add_mutually_exclusive_group(required=True)
+    acceptance.add_argument("--tau", type=float, help="acceptance length at this block")
+    acceptance.add_argument(
+        "--acceptance", type=Path, metavar="FILE.json",
+        help="acceptance per slot, as `bench --json` writes it",
+    )  # fmt: skip
     parser.add_argument(
         "--software", default="sglang", choices=sorted(SOFTWARE), help="whose constants (sglang)"
     )
@@ -47,11 +53,27 @@ def run(args: argparse.Namespace) -> int:
         plan, find_gpu(args.gpu), SOFTWARE[args.software], args.precision or plan.precision,
         batch=1, context=args.context, block=args.block or plan.block, ranks=args.tp,
     )  # fmt: skip
-    console = Console()
-    console.print(_table(setting, curves(setting, args.tau, BATCHES), args.tau))
-    for line in _per_gpu(setting):
-        console.print(line, highlight=False, soft_wrap=True)
+    shares = _shares(args.acceptance) if args.acceptance else from_length(args.tau, setting.block)
+    tau = acceptance_length(shares, setting.block)
+    both = curves(setting, tau, BATCHES)
+    console = Console(highlight=False)
+    console.print(_table(setting, both, tau))
+    console.print(_passes("verify", [(c.batch, c.verify) for c in both.cycles]))
+    console.print(_passes("draft", [(c.batch, c.draft) for c in both.cycles]))
+    console.print(_best(setting, shares))
+    for line in (_floor(both.cycles[0]), _memory(setting), _sources(setting)):
+        console.print(line)
     return 0
+
+
+def _shares(path: Path) -> list[float]:
+    try:
+        shares = json.loads(path.read_text(encoding="utf-8"))["acceptance_per_slot"]
+        return [float(share) for share in shares]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(
+            f"{path}: holds no acceptance_per_slot, as bench --json writes it"
+        ) from None
 
 
 def _table(setting: Setting, both: Curves, tau: float) -> Table:
@@ -78,13 +100,54 @@ def _table(setting: Setting, both: Curves, tau: float) -> Table:
     return table
 
 
-def _per_gpu(setting: Setting) -> Iterator[str]:
-    """Memory and communication of one sequence, and which numbers of GPUs have the memory."""
-    yield f"one sequence, per GPU: {verdict(memory_needed(setting), setting.gpu)}"
-    yield ranks_that_fit(lambda n: memory_needed(replace(setting, ranks=n)), setting.gpu)
-    if setting.ranks > 1:
-        c = communication(setting)
-        yield (
-            f"ranks meet {c.sums + 1} times in a cycle: {c.sums} sums of {c.summed / 1e3:.1f} kB, "
-            f"a gathering of {c.gathered} bytes"
-        )
+def _passes(name: str, passes: Sequence[tuple[int, Pass]]) -> Table:
+    """Bytes and operations are those of all GPUs, times of one."""
+    table = Table(title=f"MODELLED: the {name} pass", box=SIMPLE, padding=(0, 1, 0, 0))
+    columns = (
+        "batch", "weights\nGB", "KV\nGB", "experts\nread", "TFLOP", "memory\nms", "comp.\nms",
+        "launch\nms", "reduce\nms", "pass\nms",
+    )  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for batch, p in passes:
+        times = (p.memory, p.compute, p.launches, p.collectives, p.seconds)
+        table.add_row(
+            str(batch), f"{p.weight_bytes / 1e9:.2f}", f"{p.cache_bytes / 1e9:.2f}",
+            f"{p.experts:.1f}" if p.experts else "-", f"{p.operations / 1e12:.2f}",
+            *(f"{1e3 * seconds:.2f}" for seconds in times),
+        )  # fmt: skip
+    return table
+
+
+def _best(setting: Setting, shares: Sequence[float]) -> Table:
+    table = Table(title="MODELLED: fastest block and precision", box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("batch", "block", "acceptance", "precision", "tokens/s\n/GPU"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for batch in BATCHES:
+        b = best(replace(setting, batch=batch), shares)
+        block = "plain" if b.block == 1 else str(b.block)
+        rate = f"{b.rate / setting.ranks:.0f}"
+        table.add_row(str(batch), block, f"{b.tau:.2f}", b.precision, rate)
+    return table
+
+
+def _floor(cycle: Cycle) -> str:
+    parts = {
+        "launches of the draft": cycle.draft.launches,
+        "launches of the verify": cycle.verify.launches,
+        "all-reduces": cycle.verify.collectives,
+        "host": cycle.host,
+    }
+    shown = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in parts.items())
+    return f"of a cycle at batch 1, {1e3 * sum(parts.values()):.2f} ms are floor: {shown}"
+
+
+def _memory(setting: Setting) -> str:
+    needed, there = memory_needed(setting) / 1e9, setting.gpu.memory / 1e9
+    fits = "fits" if needed < there else "does NOT fit"
+    return f"one sequence needs {needed:.1f} GB of {there:.0f} GB per GPU: {fits}"
+
+
+def _sources(setting: Setting) -> str:
+    software, gpu = setting.software, setting.gpu
+    return f"constants of the software: {software.source}; GPU: {gpu.source}"

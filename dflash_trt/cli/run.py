@@ -67,6 +67,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, help="same seed, same answer (default: drawn)")
     parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="end the answer after so long"
+    )
+    parser.add_argument(
         "--logprobs",
         type=int,
         metavar="N",

@@ -46,14 +46,13 @@ def run(args: argparse.Namespace) -> int:
         values["api_key"] = _key(args.api_key_file)
     options = ServerOptions(**values)
     try:
-        from dflash_trt.serving.openai.server import build_server
+        from dflash_trt.serving.openai.server import serve
     except ModuleNotFoundError as error:
         raise InputError(
             f"serve: {error.name} is not installed; pip install 'dflash-trt[serve]'"
         ) from None
-    server = build_server(args.engine, options)
     print(f"dflash-trt: http://{options.host}:{options.port}/v1", flush=True)
-    server.run()
+    serve(args.engine, options)
     return 0
 
 

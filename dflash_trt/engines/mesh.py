@@ -8,7 +8,6 @@ there is nothing in which they could diverge. Within a call the ranks meet in co
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -18,13 +17,10 @@ _HEADER = 5
 
 
 class Mesh(Protocol):
-    """The ranks that share a target; every rank calls the same methods in the same order. `calls` and
-    `bytes` count what this rank has brought to meetings, by the kind of meeting."""
+    """The ranks that share a target; every rank calls the same methods in the same order."""
 
     rank: int
     size: int
-    calls: Counter[str]
-    bytes: Counter[str]
 
     def broadcast(self, message: np.ndarray) -> None:
         """Rank 0's `message` to all others, in place."""

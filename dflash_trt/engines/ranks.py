@@ -26,8 +26,7 @@ def join_ranks(path: Path, ranks: int, threads: int = 0) -> RankPair:
             mesh.watch.close()
 
         return pair
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 is stopped, and lets the others go
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is interrupted, and lets the others go
     pair.follow()
     mesh.watch.close()
     raise SystemExit(0)

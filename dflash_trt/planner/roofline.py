@@ -11,10 +11,12 @@ Everything that comes out is a model, never a measurement.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 
 from dflash_trt.errors import InputError
+from dflash_trt.planner.acceptance import acceptance_length
 from dflash_trt.planner.hardware import Gpu
 from dflash_trt.planner.shapes import BITS, Plan, Shape
 
@@ -59,25 +61,27 @@ class Setting:
             raise InputError(f"precision '{self.precision}': the planner knows {known}")
         if self.ranks > 1 and not self.gpu.link:
             raise InputError(f"{self.gpu.name}: has no link for {self.ranks} ranks")
-        if self.ranks > self.plan.target.kv_heads:
-            heads = self.plan.target.kv_heads
-            raise InputError(f"tp {self.ranks}: {self.plan.name} has {heads} key/value heads")
         if min(self.batch, self.context, self.ranks) < 1 or self.block < 2:
             raise InputError("batch, context and ranks are at least 1, a block at least 2")
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass: seconds by cause."""
+    """One pass: seconds by cause; bytes of weights and caches that all ranks read, operations, and
+    experts that are read of each layer."""
 
     memory: float
     compute: float
-    floor: float
+    launches: float
     collectives: float
+    weight_bytes: float
+    cache_bytes: float
+    operations: float
+    experts: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return hypot(self.memory, self.compute) + self.floor + self.collectives
+        return hypot(self.memory, self.compute) + self.launches + self.collectives
 
     @property
     def bound(self) -> str:
@@ -85,7 +89,7 @@ class Pass:
         parts = {
             "memory": self.memory if self.memory >= self.compute else 0.0,
             "compute": self.compute if self.compute > self.memory else 0.0,
-            "launches": self.floor,
+            "launches": self.launches,
             "collectives": self.collectives,
         }
         return max(parts, key=lambda key: parts[key])
@@ -143,14 +147,18 @@ def _target_pass(s: Setting, tokens: int) -> Pass:
     shape = s.plan.target
     wide, narrow = BITS["bf16"] / 8, BITS[s.precision] / 8
     dense = wide if shape.experts else narrow
-    expert_bytes = shape.layers * shape.touched_experts(tokens) * shape.expert_weights * narrow
+    experts = shape.touched_experts(tokens)
+    expert_bytes = shape.layers * experts * shape.expert_weights * narrow
     weights = shape.dense_weights * dense + expert_bytes + shape.head_weights * wide
-    read = weights + s.batch * shape.kv_bytes(s.context)
+    caches = s.batch * shape.kv_bytes(s.context)
     work = _operations(shape, tokens, s) + 2 * tokens * shape.head_weights
+    slower = 0.0
     if shape.experts:
         grouped = 2 * tokens * shape.layers * shape.experts.chosen * shape.expert_weights
-        work += grouped * (s.software.e_ops / s.software.e_moe - 1)  # as if at e_ops
-    return _pass(s, read, work, shape.layers, s.precision, tokens * shape.hidden * 2)
+        slower = grouped * (s.software.e_ops / s.software.e_moe - 1)  # as if at e_ops
+    made = _pass(s, weights, caches, work, shape.layers, s.precision, tokens * shape.hidden * 2)
+    compute = made.compute * (1 + slower / work)
+    return replace(made, compute=compute, experts=experts)
 
 
 def _operations(shape: Shape, tokens: int, s: Setting) -> float:
@@ -161,48 +169,71 @@ def _operations(shape: Shape, tokens: int, s: Setting) -> float:
 
 
 def _draft_pass(s: Setting, rows: int) -> Pass:
-    """Injection of a block's worth of features, the block, and the lm_head; nothing of it is cut."""
+    """Injection of a block's worth of features, the block, and the lm_head; replicated on ranks."""
     shape, taps = s.plan.drafter, s.plan.taps
     fc = taps * s.plan.target.hidden * shape.hidden
-    read = (shape.dense_weights + fc + shape.head_weights) * 2.0
-    read += s.batch * shape.kv_bytes(s.context)
-    work = _operations(shape, rows, s) + 2 * rows * (fc + shape.head_weights)
+    weights = (shape.dense_weights + fc) * 2 + shape.head_weights * 2 / s.ranks
+    caches = s.batch * shape.kv_bytes(s.context)
+    work = _operations(shape, rows, s) + 2 * rows * (fc + shape.head_weights / s.ranks)
     alone = replace(s, ranks=1)
-    return _pass(alone, read, work, shape.layers, "bf16", 0)
+    return _pass(alone, weights, caches, work, shape.layers, "bf16", 0)
 
 
 def _pass(
-    s: Setting, read: float, work: float, layers: int, precision: str, reduced: float
+    s: Setting,
+    weights: float,
+    caches: float,
+    work: float,
+    layers: int,
+    precision: str,
+    reduced: float,
 ) -> Pass:
     software, gpu = s.software, s.gpu
     each = software.reduce + 2 * reduced / gpu.link if s.ranks > 1 else 0.0
     return Pass(
-        memory=read / s.ranks / (software.e_bw * gpu.bandwidth),
+        memory=(weights + caches) / s.ranks / (software.e_bw * gpu.bandwidth),
         compute=work / s.ranks / (software.e_ops * gpu.peak(precision)),
-        floor=layers * software.layer + software.pass_,
+        launches=layers * software.layer + software.pass_,
         collectives=2 * layers * each,
+        weight_bytes=weights,
+        cache_bytes=caches,
+        operations=work,
     )
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Where the ranks meet in a cycle, all of it in verify: sums over all ranks, of `summed` bytes
-    (bf16) each, and one gathering of `gathered` bytes from each rank."""
-
-    sums: int
-    summed: int
-    gathered: int
-
-
-def communication(s: Setting) -> Communication:
-    rows = s.batch * s.block
-    return Communication(2 * s.plan.target.layers, 2 * rows * s.plan.target.hidden, 8 * rows)
 
 
 def memory_needed(s: Setting) -> float:
     """Bytes per GPU: weights of both models, caches of all sequences at full context."""
-    heads = -(-s.plan.target.kv_heads // s.ranks)
-    per_token = 4 * heads * s.plan.target.head_dim * s.plan.target.layers
+    target = s.plan.weight_bytes(s.precision) / s.ranks
+    per_token = 4 * s.plan.target.kv_heads * s.plan.target.head_dim * s.plan.target.layers
     draft = 4 * s.plan.drafter.kv_heads * s.plan.drafter.head_dim * s.plan.drafter.layers
-    weights = s.plan.weight_bytes(s.precision, s.ranks)
-    return weights + s.batch * s.context * (per_token + draft)
+    return target + s.batch * s.context * (per_token / s.ranks + draft)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest way at one batch. block 1: plain decoding."""
+
+    batch: int
+    block: int
+    precision: str
+    tau: float
+    rate: float
+
+
+def best(setting: Setting, shares: Sequence[float]) -> Best:
+    """Block length and precision with the most output tokens per second at this batch, among blocks
+    that acceptance is known for and precisions that fit the memory. What a precision does to answers
+    and acceptance is not modelled."""
+    found = []
+    for precision in BITS:
+        s = replace(setting, precision=precision)
+        if memory_needed(s) >= s.gpu.memory:
+            continue
+        for block in range(2, len(shares) + 2):
+            tau = acceptance_length(shares, block)
+            modelled = cycle(replace(s, block=block), tau)
+            found.append(Best(s.batch, block, precision, tau, modelled.dflash_rate))
+        found.append(Best(s.batch, 1, precision, 1.0, modelled.plain_rate))
+    if not found:
+        raise InputError(f"{setting.plan.name}: fits {setting.gpu.name} in no precision")
+    return max(found, key=lambda b: b.rate)

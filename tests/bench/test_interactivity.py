@@ -138,7 +138,7 @@ def test_the_example_writes_its_figures(
     assert levels[0]["input"] == pytest.approx(120, rel=0.1)
     page = (out / "index.html").read_text()
     assert "http" not in page
-    for part in ("tiny, measured", "equal interactivity", "TPOT: (end-to-end - TTFT)"):
+    for part in ("tiny, measured", "<th>plain ends at</th>", "TPOT: (end-to-end - TTFT)"):
         assert part in page
 
 

@@ -7,12 +7,15 @@ import gc
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from dflash_trt.engines import onnxruntime
@@ -23,6 +26,7 @@ from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
 from dflash_trt.runtime.text import TextCodec
 from tests import tiny
+from tests.runtime.test_scheduler import options
 
 GREEDY = GenerationOptions(40, ignore_eos=True)
 SAMPLED = GenerationOptions(
@@ -103,6 +107,27 @@ def test_many_together_equal_the_same_alone(engine: Path, options: GenerationOpt
     for a, b in zip(alone, together, strict=True):
         same(a, b)
     assert set(helpful.metrics.acceptance) == set(range(1, 7))
+
+
+@settings(max_examples=25, deadline=None)
+@given(options(), st.integers(2, 6), st.integers(0, 7))
+def test_any_greedy_options_on_real_engines(
+    engine: Path, wish: GenerationOptions, width: int, index: int
+) -> None:
+    """Penalties, bias, min_tokens and ends in any combination: drafted, with accepted runs, and
+    plain."""
+    runtime, prompt = loaded(engine), prompts(8)[index]
+    greedy = replace(wish, temperature=0.0)
+    plain = runtime.generate(prompt, replace(greedy, draft=False))
+    assert isinstance(runtime.engines, Helpful)
+    runtime.engines.follow({index: plain.tokens})
+    same(runtime.generate(prompt, replace(greedy, width=width)), plain)
+    runtime.engines.follow({})
+
+
+@cache
+def loaded(engine: Path) -> Runtime:
+    return helpful_runtime(engine, {})
 
 
 @pytest.mark.parametrize("width", [2, 3, 6])
@@ -291,17 +316,19 @@ def test_drafts_are_those_of_the_committed_tokens(engine: Path) -> None:
             held[1] = prompts(4)[3]
             start(engines, 1, held[1])
         order = random.permutation(3).tolist()
-        engines.draft(order, 5)
-        engines.verify(order, 6)
+        width = 1 if cycle % 3 == 2 else 6  # single steps between blocks
+        engines.draft(order, width - 1)
+        engines.verify(order, width)
         blocks = engines.tokens.tolist()
         for slot, block, count in zip(order, blocks, engines.accepted.tolist(), strict=True):
             start(fresh, 0, held[slot])
             fresh.commit(0, 0, block[0])
-            fresh.draft([0], 5)
-            fresh.verify([0], 6)
+            fresh.draft([0], width - 1)
+            fresh.verify([0], width)
             assert fresh.tokens[0].tolist() == block
+            assert (fresh.accepted[0], fresh.anchor[0]) == (count, engines.anchor[slot])
             if random.random() < 0.6:
-                count = int(random.integers(1, 7))
+                count = int(random.integers(1, width + 1))
                 engines.commit(slot, count, int(random.integers(0, tiny.VOCAB)))
             held[slot] = [*held[slot], *block[:count]]
             assert engines.context[slot] == len(held[slot])

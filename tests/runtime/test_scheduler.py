@@ -94,6 +94,36 @@ def test_stop_texts_count_from_min_tokens_on() -> None:
     assert (late.text, late.stop) == (whole[:second], stop)
 
 
+def test_greedy_cycles_leave_the_logits_in_the_engine() -> None:
+    """They are read while a request that needs them is there, and for that one only."""
+
+    class Asked(ToyPair):
+        def verify(self, slots: Sequence[int], width: int, logits: bool = False) -> None:
+            asked.append((len(slots), logits))
+            super().verify(slots, width, logits)
+
+        def prefill(self, slot: int, chunk: np.ndarray, inject: bool, logits: bool = False) -> None:
+            prefilled.append(logits)
+            super().prefill(slot, chunk, inject, logits)
+
+    asked: list[tuple[int, bool]] = []
+    prefilled: list[bool] = []
+    scheduler = Scheduler(as_engines(engines := Asked(vocab=VOCAB, slots=2)))
+    plain = GenerationOptions(60, ignore_eos=True, stop=("zz",), min_tokens=0)
+    greedy = Driven(engines, [1], plain)
+    sampled = Driven(engines, [2] * 12, replace(plain, max_tokens=20, temperature=0.7, seed=1))
+    greedy.request.chooser.choose = None  # type: ignore[assignment,method-assign]  # never called
+    for one in (greedy, sampled):
+        scheduler.submit(one.request)
+    while scheduler.busy:
+        scheduler.step()
+    assert prefilled == [False, False, True]  # of two pieces, the last row only
+    together = [logits for lanes, logits in asked if lanes == 2]
+    alone = [logits for lanes, logits in asked if lanes == 1]
+    assert together == [True] * len(together) != []
+    assert alone == [False] * len(alone) != []
+
+
 def test_acceptance_of_a_request_does_not_depend_on_company() -> None:
     """An always right drafter is always accepted, at every place of a batch."""
     wish = GenerationOptions(40, ignore_eos=True)
@@ -139,6 +169,7 @@ def _wish(random: np.random.Generator) -> GenerationOptions:
         draft=random.random() < 0.8,
         ignore_eos=True,
         stop=("ab", "q") if random.random() < 0.3 else (),
+        adaptive=random.random() < 0.3,
     )
 
 
