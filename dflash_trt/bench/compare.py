@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import resource
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_trt.engines.onnxruntime_ranks import RankPair
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
 from dflash_trt.runtime.loops import loops
 from dflash_trt.runtime.metrics import GenerationMetrics, total
@@ -14,10 +16,12 @@ from dflash_trt.runtime.metrics import GenerationMetrics, total
 
 @dataclass
 class Comparison:
-    """Results of a run over prompts; `plain` is empty unless plain decoding was measured too."""
+    """Results of a run over prompts; `plain` is empty unless plain decoding was measured too.
+    traffic: of the drafted answers, where ranks share the target (see `RankPair`)."""
 
     drafted: list[Generation] = field(default_factory=list)
     plain: list[Generation] = field(default_factory=list)
+    traffic: Counter[str] = field(default_factory=Counter)
 
     def report(self) -> dict[str, Any]:
         """The figures; rates in tokens per second, times in milliseconds."""
@@ -42,6 +46,12 @@ class Comparison:
             "answers_that_loop": len(self.drafted) - len(straight),
             "acceptance_length_without_loops": without.summary()["acceptance_length"],
         }
+        if self.traffic:
+            report["communication_per_cycle"] = {
+                kind: round(count / self.traffic["cycles"], 2)
+                for kind, count in self.traffic.items()
+                if kind != "cycles"
+            }
         if self.plain:
             report |= self._against_plain(d)
         return report | {"peak_memory_mb": round(peak_memory() / 1e6)}
@@ -104,11 +114,18 @@ def compare(
     baseline = GenerationOptions(options.max_tokens, draft=False, ignore_eos=options.ignore_eos)
     _warm_up(runtime, prompts[0], options, baseline)
     for index, prompt in enumerate(prompts):
+        before = _traffic(runtime)
         result.drafted.append(runtime.generate(prompt, options))
+        result.traffic += _traffic(runtime) - before
         if plain:
             result.plain.append(runtime.generate(prompt, baseline))
         progress(index + 1)
     return result
+
+
+def _traffic(runtime: Runtime) -> Counter[str]:
+    engines = runtime.engines
+    return +engines.traffic if isinstance(engines, RankPair) else Counter()
 
 
 def _warm_up(

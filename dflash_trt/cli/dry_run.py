@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -10,7 +11,8 @@ from rich.table import Table
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from dflash_trt.engines.build import BuildOptions, source_graphs
-from dflash_trt.planner.build_size import BuildSize, build_size, check_precision, verdict
+from dflash_trt.planner.build_size import BuildSize, build_size, check_precision, rank_of
+from dflash_trt.planner.fit import ranks_that_fit, verdict
 from dflash_trt.planner.hardware import GPUS, find_gpu
 
 
@@ -31,8 +33,12 @@ def run(
     """Print the size of the build that `options` describe."""
     gpu = find_gpu(args.gpu) if args.gpu else None
     check_precision(options.precision, args.backend)
-    sources = source_graphs(target, drafter, options)
-    size = build_size(target.config, drafter.config, options, sources, args.backend)
+
+    def size_of(options: BuildOptions) -> BuildSize:
+        sources = source_graphs(target, drafter, options, rank_of(args.backend))
+        return build_size(target.config, drafter.config, options, sources, args.backend)
+
+    size = size_of(options)
     console = Console()
     console.print(_table(size, options, args.backend))
     console.print(f"peak memory where it runs: {_gb(size.device)}", highlight=False)
@@ -40,13 +46,15 @@ def run(
     if options.ranks > 1:
         sums = 2 * target.config.num_layers
         console.print(
-            f"all of it on each of {options.ranks} ranks, which meet {sums + 1} times in a verify: "
+            f"all of it on each of {options.ranks} ranks, which meet {sums + 1} times in a cycle: "
             f"{sums} sums of {size.summed / 1e3:.1f} kB, a gathering of {size.gathered:.0f} bytes",
             highlight=False,
             soft_wrap=True,
         )
     if gpu:
-        console.print(verdict(size, gpu), highlight=False)
+        console.print(verdict(size.device, gpu), highlight=False)
+        told = ranks_that_fit(lambda ranks: size_of(replace(options, ranks=ranks)).device, gpu)
+        console.print(told, highlight=False, soft_wrap=True)
     console.print(f"files: {', '.join(size.files)}", highlight=False, soft_wrap=True)
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from rich.table import Table
 from dflash_trt.errors import InputError
 from dflash_trt.planner.acceptance import acceptance_length, from_length
 from dflash_trt.planner.calibration import SOFTWARE
+from dflash_trt.planner.fit import ranks_that_fit, verdict
 from dflash_trt.planner.hardware import GPUS, find_gpu
 from dflash_trt.planner.interactivity import Curves, curves
-from dflash_trt.planner.roofline import Cycle, Pass, Setting, best, memory_needed
+from dflash_trt.planner.roofline import Cycle, Pass, Setting, best, communication, memory_needed
 from dflash_trt.planner.shapes import PLANS, find_plan
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -61,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(_passes("verify", [(c.batch, c.verify) for c in both.cycles]))
     console.print(_passes("draft", [(c.batch, c.draft) for c in both.cycles]))
     console.print(_best(setting, shares))
-    for line in (_floor(both.cycles[0]), _memory(setting), _sources(setting)):
-        console.print(line)
+    for line in (_floor(both.cycles[0]), *_per_gpu(setting), _sources(setting)):
+        console.print(line, soft_wrap=True)
     return 0
 
 
@@ -142,10 +143,16 @@ def _floor(cycle: Cycle) -> str:
     return f"of a cycle at batch 1, {1e3 * sum(parts.values()):.2f} ms are floor: {shown}"
 
 
-def _memory(setting: Setting) -> str:
-    needed, there = memory_needed(setting) / 1e9, setting.gpu.memory / 1e9
-    fits = "fits" if needed < there else "does NOT fit"
-    return f"one sequence needs {needed:.1f} GB of {there:.0f} GB per GPU: {fits}"
+def _per_gpu(setting: Setting) -> Iterator[str]:
+    """Memory and communication of one sequence, and which numbers of GPUs have the memory."""
+    yield f"one sequence, per GPU: {verdict(memory_needed(setting), setting.gpu)}"
+    yield ranks_that_fit(lambda n: memory_needed(replace(setting, ranks=n)), setting.gpu)
+    if setting.ranks > 1:
+        c = communication(setting)
+        yield (
+            f"ranks meet {c.sums + 1} times in a cycle: {c.sums} sums of {c.summed / 1e3:.1f} kB, "
+            f"a gathering of {c.gathered} bytes"
+        )
 
 
 def _sources(setting: Setting) -> str:

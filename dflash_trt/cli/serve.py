@@ -46,13 +46,14 @@ def run(args: argparse.Namespace) -> int:
         values["api_key"] = _key(args.api_key_file)
     options = ServerOptions(**values)
     try:
-        from dflash_trt.serving.openai.server import serve
+        from dflash_trt.serving.openai.server import build_server
     except ModuleNotFoundError as error:
         raise InputError(
             f"serve: {error.name} is not installed; pip install 'dflash-trt[serve]'"
         ) from None
+    server = build_server(args.engine, options)
     print(f"dflash-trt: http://{options.host}:{options.port}/v1", flush=True)
-    serve(args.engine, options)
+    server.run()
     return 0
 
 

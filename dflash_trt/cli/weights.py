@@ -11,7 +11,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dflash_trt.cli.build import checkpoints_of, recipe_of
 from dflash_trt.engines.tensorrt_add_weights import add_weights
-from dflash_trt.engines.tensorrt_weights import FILE
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -49,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
         add_weights(args.engine, target, drafter, progress)
         bar.update(task, description="done", total=1, completed=1)
-    size, seconds = (args.engine / FILE).stat().st_size, perf_counter() - begin
-    console.print(f"{args.engine / FILE}: {size / 1e6:.1f} MB in {seconds:.1f} s", highlight=False)
+    for file in sorted(
+        args.engine.glob("weights*.safetensors")
+    ):  # one more for each of several ranks
+        console.print(f"{file}: {file.stat().st_size / 1e6:.1f} MB", highlight=False)
+    console.print(f"written in {perf_counter() - begin:.1f} s", highlight=False)
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,9 +113,13 @@ class Sources:
 
 
 def source_graphs(
-    target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    options: BuildOptions,
+    rank: int | None = None,
 ) -> Sources:
-    """Write both graphs and check every weight's presence and shape before anything is read."""
+    """Write both graphs and check every weight's presence and shape before anything is read. Of
+    several ranks, the target's is that of `rank`; None: one for all."""
     check_pair(target.config, drafter.config, drafter.tensors.origin)
     positions = options.max_seq_len + options.block
     if positions > target.config.max_positions:
@@ -123,7 +127,7 @@ def source_graphs(
             f"max-seq-len {options.max_seq_len}: the target ends at {target.config.max_positions} positions"
         )
     sources = Sources(
-        target_graph(target.config, drafter.config.taps, positions, options.ranks),
+        target_graph(target.config, drafter.config.taps, positions, options.ranks, rank),
         drafter_graph(drafter.config, target.config, positions, options.passes),
         WeightLoader(
             {"target": target.tensors, "drafter": drafter.tensors},
@@ -177,7 +181,8 @@ def build_cpu(
                 forms = _stored_forms(sources, precision, "target", "drafter")
                 compile_models(models, forms, folder, lambda _: common, progress)
             else:
-                _compile_ranks(sources, precision, options, folder, common, progress)
+                ranks = [source_graphs(target, drafter, options, r) for r in range(options.ranks)]
+                _compile_ranks(ranks, precision, options, folder, common, progress)
         progress("hash files")
         write_manifest(folder, manifest)
     return manifest
@@ -200,7 +205,7 @@ def _check_cpu(target: TargetCheckpoint, drafter: DrafterCheckpoint, options: Bu
 
 
 def _compile_ranks(
-    sources: Sources,
+    ranks: Sequence[Sources],
     precision: CpuPrecision,
     options: BuildOptions,
     folder: Path,
@@ -209,15 +214,15 @@ def _compile_ranks(
 ) -> None:
     """The drafter, which rank 0 alone runs, and every rank's segments of the target; `common` takes
     the weights that are not cut."""
-    models = _lowered(sources, precision, options.max_batch, "drafter")
+    models = _lowered(ranks[0], precision, options.max_batch, "drafter")
     compile_models(
-        models, _stored_forms(sources, precision, "drafter"), folder, lambda _: common, progress
+        models, _stored_forms(ranks[0], precision, "drafter"), folder, lambda _: common, progress
     )
-    whole = {name for name, weight in sources.weights.items() if not weight.shard}
-    cut = segments(sources.target)
-    met = [asdict(segment.then) for segment in cut if segment.then]
-    (folder / SEGMENTS_FILE).write_text(json.dumps(met, indent=1) + "\n")
-    for rank in range(options.ranks):
+    whole = {name for name, weight in ranks[0].weights.items() if not weight.shard}
+    for rank, sources in enumerate(ranks):
+        cut = segments(sources.target)
+        met = [asdict(segment.then) for segment in cut if segment.then]
+        (folder / SEGMENTS_FILE).write_text(json.dumps(met, indent=1) + "\n")
         models = {
             model_name(segment_name(rank, index), size): model
             for size in batch_sizes(options.max_batch)

@@ -8,6 +8,7 @@ there is nothing in which they could diverge. Within a call the ranks meet in co
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -17,10 +18,13 @@ _HEADER = 5
 
 
 class Mesh(Protocol):
-    """The ranks that share a target; every rank calls the same methods in the same order."""
+    """The ranks that share a target; every rank calls the same methods in the same order. `calls` and
+    `bytes` count what this rank has brought to meetings, by the kind of meeting."""
 
     rank: int
     size: int
+    calls: Counter[str]
+    bytes: Counter[str]
 
     def broadcast(self, message: np.ndarray) -> None:
         """Rank 0's `message` to all others, in place."""

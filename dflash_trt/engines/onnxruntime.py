@@ -300,9 +300,10 @@ class OnnxRuntimePair:
         return given | caches, taken | updated
 
 
-def open_session(path: Path, threads: int | None) -> ort.InferenceSession:
-    """A compiled model; threads as in `session_options`."""
-    return ort.InferenceSession(path, session_options(threads), providers=["CPUExecutionProvider"])
+def open_session(path: Path, threads: int | None, arena: bool = True) -> ort.InferenceSession:
+    """A compiled model; threads and arena as in `session_options`."""
+    options = session_options(threads, arena)
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def value_over(array: np.ndarray) -> ort.OrtValue:

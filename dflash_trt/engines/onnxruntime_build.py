@@ -216,15 +216,17 @@ def _moved_entry(value: str, moved: Callable[[int, int], int]) -> str:
     return "|".join([key, *out])
 
 
-def session_options(threads: int | None) -> Any:
+def session_options(threads: int | None, arena: bool = True) -> Any:
     """Options for a compiled model: nothing is optimised again. threads None: those of the
-    process, which all its sessions then share (see `mpi.share_threads`)."""
+    process, which all its sessions then share (see `mpi.share_threads`). arena: the session keeps
+    the memory that its states take."""
     options = ort.SessionOptions()
     if threads is None:
         options.use_per_session_threads = False
     else:
         options.intra_op_num_threads = threads
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.enable_cpu_mem_arena = arena
     options.log_severity_level = 3
     # Two sessions take turns, and a server shares its machine: threads that wait must sleep. On an
     # idle machine that is as fast as spinning; beside other work it is several times faster.

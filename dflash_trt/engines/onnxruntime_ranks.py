@@ -8,6 +8,7 @@ call it says to the others what they must run. They follow.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,20 +140,28 @@ class Announced:
     def run(self) -> None:
         with self.pair.running:
             try:
+                before = self.pair.met()
                 self.pair.announce(self.step)
                 self.call.run()
             except Exception as error:
                 self.pair.mesh.fail(error)
+            if not self.step.prefill:
+                self.pair.traffic += Counter(cycles=1) + self.pair.met() - before
 
 
 class RankPair(OnnxRuntimePair):
-    """One rank's part of a pair. Rank 0's is driven as every pair is; the others `follow` it."""
+    """One rank's part of a pair. Rank 0's is driven as every pair is; the others `follow` it.
+
+    `traffic` counts cycles, and what this rank has brought to the others in them: meetings by their
+    kind, and bytes.
+    """
 
     def __init__(self, path: Path, mesh: Mesh, threads: int | None, verify: bool = True) -> None:
         """`threads`: None for those of the process (see `onnxruntime_build.session_options`)."""
         self.mesh = mesh
         self._models = ("target", "drafter") if mesh.rank == 0 else ("target",)
         self.running = Lock()
+        self.traffic: Counter[str] = Counter()
         self._threads = threads
         super().__init__(path, verify=verify)
         widest = max(self._batch.tokens.size, self._chunk.tokens.size)
@@ -166,8 +175,11 @@ class RankPair(OnnxRuntimePair):
         steps = json.loads((path / SEGMENTS_FILE).read_text())
         self._collectives = [Collective(**step) for step in steps]
         names = [segment_name(self.mesh.rank, index) for index in range(len(steps) + 1)]
+        # Segments run one after the other: what one keeps for its states the next cannot use.
         self._segments = {
-            size: [open_session(path / f"{model_name(n, size)}.onnx", threads) for n in names]
+            size: [
+                open_session(path / f"{model_name(n, size)}.onnx", threads, False) for n in names
+            ]
             for size in self._sizes
         }
         if "drafter" in self._models:
@@ -208,6 +220,10 @@ class RankPair(OnnxRuntimePair):
         size = len(lanes)
         tokens, prefill = b.view("tokens", size, width), b is self._chunk
         return Announced(self, Step(lanes, b.lengths[:size], tokens, prefill, logits), call)
+
+    def met(self) -> Counter[str]:
+        """All meetings so far, as in `traffic`."""
+        return self.mesh.calls + Counter(bytes=self.mesh.bytes.total())
 
     def announce(self, step: Step | None) -> None:
         """Tell the others what comes next: none is the end."""

@@ -26,7 +26,8 @@ def join_ranks(path: Path, ranks: int, threads: int = 0) -> RankPair:
             mesh.watch.close()
 
         return pair
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is interrupted, and lets the others go
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 is stopped, and lets the others go
+        signal.signal(number, signal.SIG_IGN)
     pair.follow()
     mesh.watch.close()
     raise SystemExit(0)

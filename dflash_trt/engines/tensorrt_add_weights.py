@@ -90,11 +90,6 @@ def add_weights(
 def _check_engine(path: Path, manifest: Manifest) -> None:
     if manifest.backend == "cpu":
         raise InputError(f"{path}: an engine of the cpu backend has its weights from the build")
-    if manifest.tensor_parallel > 1:
-        raise InputError(
-            f"{path}: is for {manifest.tensor_parallel} ranks, whose weights come from a build with "
-            f"the checkpoints at hand"
-        )
     if FILE in manifest.files:
         raise InputError(f"{path}: has its weights already; build the engine again for others")
 

@@ -3,8 +3,7 @@
 A collective ends a segment: what runs up to it is one graph, what needs its result belongs to the next.
 Each segment is a source graph of its own, with values of earlier segments as inputs; whoever runs them
 one after the other does the collectives in between. (ONNX Runtime has no collective on the CPU, and
-an op in Python costs over a millisecond for a block's states where a session of its own costs ten
-microseconds.)
+an operator in Python converts every number of a block's states.)
 """
 
 from __future__ import annotations

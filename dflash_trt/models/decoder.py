@@ -28,6 +28,7 @@ def decoder_graph(
     positions: int,
     feed_forward: FeedForward,
     ranks: int = 1,
+    rank: int | None = None,
 ) -> SourceGraph:
     """A target's graph: one call verifies a block, decodes one token, or prefills a chunk.
 
@@ -37,11 +38,12 @@ def decoder_graph(
     `TargetConfig.token_count`) and the caches with suffix `.out`. Tap id l is the output of
     0-based layer l, before the final norm.
 
-    With several `ranks` it is the graph of each rank (see `models.shards`): K heads, MLP and V are
-    the rank's share, and the ranks' partial results meet in two `AllReduce` per layer and one
-    `AllGather` in front of `VerifyShards`. All other outputs are equal on every rank.
+    With several `ranks` it is the graph of `rank`, or one for each of them (see `models.shards`):
+    K heads, MLP and V are the rank's share, and the ranks' partial results meet in two `AllReduce`
+    per layer and one `AllGather` in front of `VerifyShards`. All other outputs are equal on every
+    rank.
     """
-    c, share = config, share_of(config, ranks)
+    c, share = config, share_of(config, ranks, rank)
     g = GraphWriter("target")
     tokens = g.input("tokens", TensorProto.INT64, ["B", "S"])
     lengths = g.input("lengths", TensorProto.INT32, ["B"])

@@ -17,10 +17,14 @@ from dflash_trt.ops.mixture_of_experts import MXFP4_BLOCK
 
 
 def target_graph(
-    config: TargetConfig, taps: tuple[int, ...], positions: int, ranks: int = 1
+    config: TargetConfig,
+    taps: tuple[int, ...],
+    positions: int,
+    ranks: int = 1,
+    rank: int | None = None,
 ) -> SourceGraph:
     """The target's graph, inputs and outputs as in `decoder_graph`."""
-    return decoder_graph(config, taps, positions, _experts, ranks)
+    return decoder_graph(config, taps, positions, _experts, ranks, rank)
 
 
 def _experts(g: GraphWriter, c: TargetConfig, share: Share, h: str, layer: int) -> str:
@@ -36,7 +40,7 @@ def _experts(g: GraphWriter, c: TargetConfig, share: Share, h: str, layer: int) 
     shape = (c.experts.count, 2 * inner, hidden)
     gate_up = _packed(g, shape, f"{source}.gate_up_proj", name, rows, rows)
     blocks = share.cut(2, (c.intermediate_size // MXFP4_BLOCK, inner // MXFP4_BLOCK))
-    once = share.first_rank_only(1, hidden)
+    once = share.last_rank_only(1, hidden)
     shape = (c.experts.count, hidden, inner)
     down = _packed(g, shape, f"{source}.down_proj", name, blocks, once)
     y = g.op(

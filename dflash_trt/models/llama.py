@@ -10,10 +10,14 @@ from dflash_trt.models.shards import Share
 
 
 def target_graph(
-    config: TargetConfig, taps: tuple[int, ...], positions: int, ranks: int = 1
+    config: TargetConfig,
+    taps: tuple[int, ...],
+    positions: int,
+    ranks: int = 1,
+    rank: int | None = None,
 ) -> SourceGraph:
     """The target's graph, inputs and outputs as in `decoder_graph`."""
-    return decoder_graph(config, taps, positions, _mlp, ranks)
+    return decoder_graph(config, taps, positions, _mlp, ranks, rank)
 
 
 def _mlp(g: GraphWriter, c: TargetConfig, share: Share, h: str, layer: int) -> str:

@@ -9,7 +9,7 @@ from dflash_trt.errors import InputError
 from dflash_trt.models import gpt_oss, llama
 from dflash_trt.models.graph import SourceGraph
 
-TargetWriter = Callable[[TargetConfig, tuple[int, ...], int, int], SourceGraph]
+TargetWriter = Callable[[TargetConfig, tuple[int, ...], int, int, int | None], SourceGraph]
 
 TARGETS: Mapping[str, TargetWriter] = {
     "llama": llama.target_graph,
@@ -19,12 +19,15 @@ TARGETS: Mapping[str, TargetWriter] = {
 
 
 def target_graph(
-    config: TargetConfig, taps: tuple[int, ...], positions: int, ranks: int = 1
+    config: TargetConfig,
+    taps: tuple[int, ...],
+    positions: int,
+    ranks: int = 1,
+    rank: int | None = None,
 ) -> SourceGraph:
     """The graph of `config.architecture`, with features after the layers `taps`, for `positions`
-    tokens at most; inputs and outputs as in `models.decoder.decoder_graph`. With several `ranks` it
-    is the graph of each of them."""
+    tokens at most; inputs and outputs, `ranks` and `rank` as in `models.decoder.decoder_graph`."""
     if config.architecture not in TARGETS:
         known = ", ".join(TARGETS)
         raise InputError(f"the architecture '{config.architecture}' is not one of {known}")
-    return TARGETS[config.architecture](config, taps, positions, ranks)
+    return TARGETS[config.architecture](config, taps, positions, ranks, rank)

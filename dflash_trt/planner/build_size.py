@@ -21,7 +21,6 @@ from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.attention import shape_with_sinks
 from dflash_trt.models.graph import Weight
 from dflash_trt.models.shards import share_of
-from dflash_trt.planner.hardware import Gpu
 
 PREFILL_CHUNK = 128
 # Bytes per element of a weight: what it is stored in, its block scales included.
@@ -68,8 +67,9 @@ def build_size(
     sources: Sources,
     backend: str,
 ) -> BuildSize:
-    """What `options` would build from these models."""
-    element, share = 4 if backend == "cpu" else 2, share_of(target, options.ranks)
+    """What `options` would build from these models; `sources` as `rank_of(backend)` has them."""
+    element = 4 if backend == "cpu" else 2
+    share = share_of(target, options.ranks, rank_of(backend))
     caches = {
         "target": _cache_bytes(target, share.kv_heads, options, backend, target.attention_sinks),
         "drafter": _cache_bytes(drafter, drafter.num_kv_heads, options, backend, False),
@@ -83,6 +83,11 @@ def build_size(
     files = _files(backend, options, 2 * target.num_layers + 2)
     sums = element * rows * target.hidden_size
     return BuildSize(weights, caches, work, largest, files, sums, 8 * rows)
+
+
+def rank_of(backend: str) -> int | None:
+    """Whose share is sized: on the CPU rank 0's; elsewhere all ranks have the same."""
+    return 0 if backend == "cpu" else None
 
 
 def _cache_bytes(
@@ -151,12 +156,3 @@ def check_precision(precision: str, backend: str) -> None:
     known: Sequence[str] = tuple(CPU_PRECISIONS if backend == "cpu" else _TENSORRT)
     if precision not in known:
         raise InputError(f"precision '{precision}': {backend} offers {', '.join(known)}")
-
-
-def verdict(size: BuildSize, gpu: Gpu) -> str:
-    """Whether it fits on one GPU; a tenth of the memory is left to the program and its scratch."""
-    room = 0.9 * gpu.memory
-    needed = f"{size.device / 1e9:.1f} GB of {gpu.memory / 1e9:.0f} GB on one {gpu.name}"
-    if size.device <= room:
-        return f"fits: {needed}"
-    return f"does NOT fit: {needed}, of which a tenth is kept free"

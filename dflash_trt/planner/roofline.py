@@ -17,6 +17,7 @@ from math import hypot
 
 from dflash_trt.errors import InputError
 from dflash_trt.planner.acceptance import acceptance_length
+from dflash_trt.planner.fit import fits
 from dflash_trt.planner.hardware import Gpu
 from dflash_trt.planner.shapes import BITS, Plan, Shape
 
@@ -61,6 +62,9 @@ class Setting:
             raise InputError(f"precision '{self.precision}': the planner knows {known}")
         if self.ranks > 1 and not self.gpu.link:
             raise InputError(f"{self.gpu.name}: has no link for {self.ranks} ranks")
+        if self.ranks > self.plan.target.kv_heads:
+            heads = self.plan.target.kv_heads
+            raise InputError(f"tp {self.ranks}: {self.plan.name} has {heads} key/value heads")
         if min(self.batch, self.context, self.ranks) < 1 or self.block < 2:
             raise InputError("batch, context and ranks are at least 1, a block at least 2")
 
@@ -201,12 +205,28 @@ def _pass(
     )
 
 
+@dataclass(frozen=True)
+class Communication:
+    """Where the ranks meet in a cycle, all of it in verify: sums over all ranks, of `summed` bytes
+    (bf16) each, and one gathering of `gathered` bytes from each rank."""
+
+    sums: int
+    summed: int
+    gathered: int
+
+
+def communication(s: Setting) -> Communication:
+    rows = s.batch * s.block
+    return Communication(2 * s.plan.target.layers, 2 * rows * s.plan.target.hidden, 8 * rows)
+
+
 def memory_needed(s: Setting) -> float:
     """Bytes per GPU: weights of both models, caches of all sequences at full context."""
-    target = s.plan.weight_bytes(s.precision) / s.ranks
-    per_token = 4 * s.plan.target.kv_heads * s.plan.target.head_dim * s.plan.target.layers
+    weights = s.plan.weight_bytes(s.precision, s.ranks)
+    heads = -(-s.plan.target.kv_heads // s.ranks)
+    per_token = 4 * heads * s.plan.target.head_dim * s.plan.target.layers
     draft = 4 * s.plan.drafter.kv_heads * s.plan.drafter.head_dim * s.plan.drafter.layers
-    return target + s.batch * s.context * (per_token / s.ranks + draft)
+    return weights + s.batch * s.context * (per_token + draft)
 
 
 @dataclass(frozen=True)
@@ -227,7 +247,7 @@ def best(setting: Setting, shares: Sequence[float]) -> Best:
     found = []
     for precision in BITS:
         s = replace(setting, precision=precision)
-        if memory_needed(s) >= s.gpu.memory:
+        if not fits(memory_needed(s), s.gpu):
             continue
         for block in range(2, len(shares) + 2):
             tau = acceptance_length(shares, block)

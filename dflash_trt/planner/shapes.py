@@ -90,19 +90,20 @@ class Plan:
     block: int
     taps: int = 5
 
-    def weight_bytes(self, precision: str) -> float:
-        """Bytes of both models; embedding, lm_head and attention of a MoE stay bf16."""
+    def weight_bytes(self, precision: str, ranks: int = 1) -> float:
+        """Bytes of both models on each rank; embedding, lm_head and attention of a MoE stay bf16.
+
+        Layers and lm_head are cut. Embedding and drafter are not, for which cut ranks have a whole
+        lm_head as well.
+        """
         t, d = self.target, self.drafter
         wide = BITS["bf16"] / 8
         rest = wide if t.experts else BITS[precision] / 8
         experts = t.layers * t.expert_weights * (t.experts.count if t.experts else 0)
+        cut = t.dense_weights * rest + experts * BITS[precision] / 8 + t.head_weights * wide
         draft = (d.dense_weights + self.taps * t.hidden * d.hidden) * wide
-        return (
-            t.dense_weights * rest
-            + experts * BITS[precision] / 8
-            + 2 * t.head_weights * wide
-            + draft
-        )
+        heads = 2 if ranks > 1 else 1
+        return cut / ranks + heads * t.head_weights * wide + draft
 
 
 PLANS = {

@@ -1,7 +1,11 @@
-"""The project's first line: plans of gpt-oss-120b and its drafter, compiled without a checkpoint."""
+"""The project's first line: plans of gpt-oss-120b and its drafter, compiled without a checkpoint.
+
+And plans in which ranks meet: gpt-oss-120b for eight GPUs, SmolLM2 for two.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,3 +50,42 @@ def test_gpt_oss_120b_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert widened_weights(plan, EXPERT) == []
         assert report.scratch_bytes < 32e6
     assert reports["drafter.draft"].kernels["attention"] == 8
+
+
+def meetings(folder: Path, plan: str) -> Counter[str]:
+    """Collectives in the program text of a plan, by kind."""
+    operations = Plan.read(folder / f"{plan}.engine").operations
+    return Counter(o.kind for o in operations if o.kind.startswith("comm_"))
+
+
+def test_eight_ranks_of_gpt_oss_120b_are_compiled(tmp_path: Path) -> None:
+    """One pair of plans for all ranks: a key head each, 12 of the 90 blocks of an expert."""
+    folder = tmp_path / "e"
+    command = ["--block", "10", "--tp", "8", "--output", str(folder)]
+    assert main([*COMMAND, *command]) == 0
+    reports = read_plans(folder)["plans"]
+    assert sum(report.cpu_seconds for report in reports.values()) < MOST_SECONDS
+    assert max(report.peak_bytes for report in reports.values()) < MOST_BYTES
+    for name in ("target.verify", "target.prefill"):
+        report, plan = reports[name], Plan.read(folder / f"{name}.engine")
+        assert meetings(folder, name) == {"comm_allreduce": 72, "comm_allgather": 1}
+        assert plan.ranks == 8
+        assert len(report.collectives) == 73
+        assert report.kernels["plugin"] == 36, "an expert plugin in each layer"
+        caches = [b for b in report.bindings if b.role == "cache" and b.direction == "input"]
+        assert {b.shape[1] for b in caches} == {1}
+        blocks = {b.shape for b in report.bindings if b.name.endswith(("up.blocks", "down.blocks"))}
+        assert blocks == {(128, 768, 1440), (128, 2880, 192)}
+    assert not meetings(folder, "drafter.draft")
+
+
+def test_two_ranks_of_smollm2_are_compiled(tmp_path: Path) -> None:
+    folder = tmp_path / "e"
+    assert main([
+        "build", "--target", "smollm2-135m", "--tp", "2", "--backend", "tensorrt-rtx",
+        "--compute-capability", "12.0", "--no-weights", "--output", str(folder),
+    ]) == 0  # fmt: skip
+    for name in ("target.verify", "target.prefill"):
+        assert meetings(folder, name) == {"comm_allreduce": 60, "comm_allgather": 1}
+    for name in ("drafter.draft", "drafter.inject"):
+        assert not meetings(folder, name)

@@ -34,11 +34,15 @@ def test_gpt_oss_120b(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_rank_of_gpt_oss_120b(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = dry_run(capsys, "--target", "gpt-oss-120b", "--tp", 8)
+    """Which N fit on a card: one does not, and 16 would leave a rank without a key head."""
+    arguments = ("--target", "gpt-oss-120b", "--tp", 8, "--gpu", "rtx-pro-6000", "--max-batch", 64)
+    status, out, _ = dry_run(capsys, *arguments)
     assert status == 0
-    assert "on each of 8 ranks, which meet 73 times in a verify: 72 sums of 57.6 kB" in out
+    assert "on each of 8 ranks, which meet 73 times in a cycle: 72 sums of 3686.4 kB" in out
     assert "weights.rank7.safetensors" in out
     assert "rank8" not in out
+    assert "--tp on rtx-pro-6000: 1 does NOT fit (" in out
+    assert "; 8 fits (" in out
 
 
 def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,10 +116,6 @@ def test_an_engine_that_needs_none_is_refused(
     engine: Path, tiny_engine: Path, pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(capsys, tiny_engine, pair, "has its weights from the build")
-    manifest = read_manifest(engine)
-    write_manifest(engine, dataclasses.replace(manifest, tensor_parallel=2))
-    refused(capsys, engine, pair, "is for 2 ranks")
-    write_manifest(engine, manifest)
     assert main(arguments(engine, *pair)) == 0
     capsys.readouterr()
     refused(capsys, engine, pair, "has its weights already")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections import Counter
 
@@ -16,8 +17,10 @@ from dflash_trt.cli import main
 from dflash_trt.config import DrafterConfig, Rope, TargetConfig
 from dflash_trt.engines import tensorrt_build
 from dflash_trt.engines.build import BuildOptions
+from dflash_trt.engines.directory import read_manifest, write_manifest
 from dflash_trt.engines.plan import Expectations, Plan, check_plan, expanded_caches
 from dflash_trt.engines.tensorrt import TensorRTPair
+from dflash_trt.engines.tensorrt_add_weights import add_weights
 from dflash_trt.engines.tensorrt_build import compile_plans
 from dflash_trt.engines.tensorrt_directory import (
     TensorRTOptions,
@@ -129,6 +132,38 @@ def test_each_rank_has_weights_of_its_own_and_all_have_the_rest(two_ranks):
     assert [int(p["lm_head.shard.start"][0]) for p in parts] == [0, 144]
     kept = sum(a.nbytes for a in parts[1].values()) / sum(a.nbytes for a in parts[0].values())
     assert kept == 1, "all ranks' shards have the same shapes"
+
+
+def test_weights_added_later_are_those_of_the_build(two_ranks, tiny_checkpoints, tmp_path):
+    """A file for each rank, byte for byte, from the checkpoints of the build and no others."""
+    folder, target, _ = two_ranks
+    engine = shutil.copytree(folder, tmp_path / "engine")
+    files = [f"weights{part}.safetensors" for part in ("", ".rank0", ".rank1")]
+    for name in files:
+        (engine / name).unlink()
+    write_manifest(engine, read_manifest(folder))
+    with pytest.raises(InputError, match="is another checkpoint than"):
+        add_weights(engine, open_target(_twin(tmp_path)), tiny_checkpoints[1])
+    assert not any((engine / name).exists() for name in files)
+    add_weights(engine, target, tiny_checkpoints[1])
+    for name in files:
+        assert (engine / name).read_bytes() == (folder / name).read_bytes(), name
+        assert name in read_manifest(engine).files
+    with pytest.raises(InputError, match="has its weights already"):
+        add_weights(engine, target, tiny_checkpoints[1])
+
+
+def _twin(folder):
+    """A target of the same sizes with other weights."""
+    return tiny_target(folder / "twin", seed=9, num_attention_heads=6, num_key_value_heads=3)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
+def test_quantised_projections_are_not_cut(tmp_path, pair, precision):
+    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8)
+    with pytest.raises(InputError, match=f"'{precision}': tensorrt-rtx cuts a target over ranks"):
+        build_tensorrt(*pair, options_for(precision, ranks=2), own, tmp_path / "engine")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_running_on_several_gpus_is_refused(two_ranks):

@@ -58,6 +58,19 @@ def test_a_rank_that_dies_or_hangs_ends_all(engine: Path, rank: int, signal: str
     assert not alive
 
 
+def test_a_rank_ends_with_its_supervisor(engine: Path) -> None:
+    command = mpirun(COMMAND, "run", engine, "hello", "--max-tokens", 200, "--ignore-eos")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stdout
+        job.stdout.read(1)
+        everyone = psutil.Process(job.pid).children(recursive=True)
+        culprit = next(p for p in everyone if "dflash_trt.supervisor" in p.cmdline())
+        culprit.kill()
+        job.communicate(timeout=90)
+    assert job.returncode != 0
+    assert not psutil.wait_procs(everyone, timeout=10)[1]
+
+
 def is_worker(process: psutil.Process) -> bool:
     return "DFLASH_TRT_SUPERVISED" in process.environ()
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from socket import socketpair
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 
+from dflash_trt.bench.compare import compare
 from dflash_trt.engines.directory import read_manifest
 from dflash_trt.engines.mesh import Step, decode, encode, message_size
 from dflash_trt.engines.onnxruntime import OnnxRuntimePair
-from dflash_trt.engines.watch import PATIENCE, Progress, laggard
+from dflash_trt.engines.watch import PATIENCE, STATUS, Progress, Watch, laggard
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
 from dflash_trt.runtime.text import TextCodec
@@ -55,19 +59,30 @@ def test_two_ranks_give_the_tokens_of_one(
 
 def test_what_a_cycle_costs_in_messages(ranks: Ranks) -> None:
     """One message from rank 0, two sums a layer, one gathering of two numbers a row; a draft, none."""
-    pair, meshes = ranks.pair, ranks.meshes
+    pair = ranks.pair
     pair.prefill(0, np.arange(5), inject=True)
-    before = [dict(mesh.counts) for mesh in meshes], [mesh.bytes for mesh in meshes]
+    before = +pair.traffic, +pair.met()
     pair.draft([0], 7)
-    assert [mesh.counts for mesh in meshes[:1]] == before[0][:1]
+    assert pair.met() == before[1]
     pair.verify([0], 8)
-    wanted = {"broadcast": 1, "all_reduce": 2 * LAYERS, "all_gather": 1}
-    grown = {k: meshes[0].counts[k] - before[0][0][k] for k in wanted}
-    assert grown == wanted
     message = 4 * message_size(2, 128)
     sums, best = 2 * LAYERS * 8 * tiny_gpt_oss.HIDDEN * 4, 8 * 2 * 4
-    assert meshes[0].bytes - before[1][0] == message + sums + best
+    wanted = {"broadcast": 1, "all_reduce": 2 * LAYERS, "all_gather": 1}
+    wanted["bytes"] = message + sums + best
+    assert pair.met() - before[1] == wanted
+    assert pair.traffic - before[0] == {**wanted, "cycles": 1}
     pair.release(0)
+
+
+def test_bench_says_what_a_cycle_costs_in_messages(ranks: Ranks, tiny_engines: dict) -> None:
+    """Prefills, and the plain answers beside the drafted ones, are not part of it."""
+    codec = TextCodec(tiny_engines[2], ranks.pair.manifest.chat_arguments)
+    options = GenerationOptions(12, ignore_eos=True)
+    report = compare(Runtime(ranks.pair, codec), PROMPTS, options, plain=True).report()
+    found = report["communication_per_cycle"]
+    sums, best = 2 * LAYERS * 8 * tiny_gpt_oss.HIDDEN * 4, 8 * 2 * 4
+    assert found.pop("bytes") == 4 * message_size(2, 128) + sums + best
+    assert found == {"broadcast": 1, "all_reduce": 2 * LAYERS, "all_gather": 1}
 
 
 def test_each_rank_keeps_half_of_the_target(ranks: Ranks, tiny_engines: dict[int, Path]) -> None:
@@ -89,6 +104,31 @@ def damaged(path: Path, rank: int) -> None:
         read_manifest(path.parent, rank=rank)
     finally:
         path.write_bytes(data)
+
+
+def test_a_rank_that_lives_and_does_not_come_ends_all(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 speaks all the time, and stays where it is while rank 0 waits for it in a meeting."""
+    ended = Event()
+    here, there = socketpair()
+
+    def speak() -> None:
+        while not ended.wait(0.005):
+            there.sendall(b'{"entered": 5, "left": 5}\n')
+
+    monkeypatch.setattr("os._exit", sys.exit)
+    monkeypatch.setattr("dflash_trt.engines.watch.PERIOD", 0.01)
+    rank = Thread(target=speak)
+    rank.start()
+    with pytest.raises(SystemExit, match=str(STATUS)):
+        Watch(0, ["rank 0", "rank 1"], {1: here}, lambda: (6, 5)).run()
+    ended.set()
+    rank.join()
+    assert "rank 1 keeps the others waiting for 0 s; all ranks end" in capfd.readouterr().err
+    assert b'{"fail": "rank 1 keeps' in there.recv(1 << 20)
+    here.close()
+    there.close()
 
 
 def test_a_step_survives_the_message() -> None:

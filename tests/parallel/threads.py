@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -25,12 +26,12 @@ class ThreadMesh:
 
     def __init__(self, room: Room, rank: int) -> None:
         self.room, self.rank, self.size = room, rank, len(room.parts)
-        self.counts = {"broadcast": 0, "all_reduce": 0, "all_gather": 0}
-        self.bytes = 0
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
 
     def _meet(self, kind: str, part: np.ndarray) -> list[np.ndarray]:
-        self.counts[kind] += 1
-        self.bytes += part.nbytes
+        self.calls[kind] += 1
+        self.bytes[kind] += part.nbytes
         self.room.parts[self.rank] = part.copy()
         self.room.barrier.wait()
         parts = list(self.room.parts)

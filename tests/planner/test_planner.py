@@ -17,6 +17,7 @@ from dflash_trt.planner.calibration import (
     modelled_rate,
     modelled_speedup,
 )
+from dflash_trt.planner.fit import fits, ranks_that_fit
 from dflash_trt.planner.hardware import find_gpu
 from dflash_trt.planner.interactivity import CurvePoint, curves, throughput_at
 from dflash_trt.planner.published import POINTS, RATIOS, Point, Ratio
@@ -165,6 +166,8 @@ def test_refusals() -> None:
             find(name)
     with pytest.raises(InputError, match="gb10: has no link for 2 ranks"):
         setting(gpu="gb10", ranks=2)
+    with pytest.raises(InputError, match="tp 16: qwen3-8b has 8 key/value heads"):
+        setting(ranks=16)
     with pytest.raises(InputError, match="precision 'int3'"):
         setting(precision="int3")
 
@@ -185,3 +188,35 @@ def test_the_command_marks_its_figures(capsys: pytest.CaptureFixture[str], tmp_p
     measured.write_text("[]")
     assert main([*arguments, "--acceptance", str(measured)]) == 2
     assert "figures.json: holds no acceptance_per_slot" in capsys.readouterr().err
+
+
+def test_the_command_says_what_several_gpus_hold_and_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """gpt-oss-120b, by hand: 1.94 GB of attention and router, 60.9 GB of experts in MXFP4, 1.16 GB of
+    lm_head are cut; an embedding and an lm_head, 2.32 GB, 1.57 GB of drafter layers and 34 MB of its
+    caches are on every GPU."""
+    arguments = ["plan", "--target", "gpt-oss-120b", "--gpu", "h200", "--tau", "4.4", "--tp", "8"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "per GPU: fits: 11.9 GB of 141 GB" in out
+    assert (
+        "--tp on h200: 1 fits (66.9 GB per GPU); 2 fits (36.0 GB per GPU); "
+        "4 fits (20.0 GB per GPU); 8 fits (11.9 GB per GPU)" in out
+    )
+    assert "ranks meet 73 times in a cycle: 72 sums of 57.6 kB, a gathering of 80 bytes" in out
+
+
+def test_which_numbers_of_gpus_fit() -> None:
+    sizes = {1: 200e9, 2: 110e9, 4: 60e9}
+
+    def needed(ranks: int) -> float:
+        if ranks not in sizes:
+            raise InputError("not so many heads")
+        return sizes[ranks]
+
+    assert ranks_that_fit(needed, find_gpu("b200")) == (
+        "--tp on b200: 1 does NOT fit (200.0 GB per GPU); 2 fits (110.0 GB per GPU); "
+        "4 fits (60.0 GB per GPU); 8 cannot be"
+    )
+    assert not fits(170e9, find_gpu("b200")), "a tenth is kept free"

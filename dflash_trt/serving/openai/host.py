@@ -27,11 +27,17 @@ class EngineHost:
         self.problem = "the engines are loading"
 
     def start(self) -> None:
-        Thread(target=self._load, name="dflash-load", daemon=True).start()
+        """Load in the background, unless that is done."""
+        if self._runtime is None:
+            Thread(target=self._load, name="dflash-load", daemon=True).start()
+
+    def load(self) -> None:
+        """Load now."""
+        self.adopt(Runtime.load(self._folder, self._options.threads, self._options.max_queue))
 
     def _load(self) -> None:
         try:
-            self.adopt(Runtime.load(self._folder, self._options.threads, self._options.max_queue))
+            self.load()
         except Exception as error:
             known = isinstance(error, InputError)
             self.problem = str(error) if known else f"the engines failed: {type(error).__name__}"

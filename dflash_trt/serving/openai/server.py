@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from pathlib import Path
 
 import uvicorn
@@ -16,9 +18,17 @@ from dflash_trt.serving.openai.limits import ServerOptions
 
 
 def build_server(folder: Path, options: ServerOptions) -> uvicorn.Server:
-    """A server that is not started yet. What is wrong with the directory shows here."""
-    read_manifest(folder, verify=False)
-    return server_of(create_app(EngineHost(folder, options), options), options)
+    """A server that is not started yet. What is wrong with the directory shows here.
+
+    Of an engine of several ranks it is rank 0's, and the engines are loaded: the other ranks stay in
+    here until rank 0 ends, and then end themselves.
+    """
+    host = EngineHost(folder, options)
+    if read_manifest(folder, verify=False).tensor_parallel > 1:
+        host.load()
+        # A server that was stopped raises the signal again; rank 0 must not die of it unheard.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    return server_of(create_app(host, options), options)
 
 
 def server_of(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
@@ -48,7 +58,3 @@ def _protocol(send_seconds: float) -> type[asyncio.Protocol]:
             self._stalled.cancel()
 
     return Protocol
-
-
-def serve(folder: Path, options: ServerOptions) -> None:
-    build_server(folder, options).run()
