@@ -75,7 +75,7 @@ def _latency(figure: Figure, levels: Sequence[Level], title: str) -> None:
             each.plot(users, median, **style | {"label": f"{style['label']}, median"})
             dotted = {"linestyle": ":", "fillstyle": "none", "label": f"{style['label']}, p90"}
             each.plot(users, late, **style | dotted)
-        each.set_ylim(bottom=0)
+        each.set_ylim(0, 1.1 * max(getattr(x, name)["p90"] for x in levels))
     titles = ("time to first token", "time per output token")
     _finish(figure, axes, titles, "concurrent users", "milliseconds")
 
@@ -96,9 +96,9 @@ def report_html(
     notes_html = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        "<style>body{font:15px/1.5 sans-serif;max-width:1000px;margin:2em auto;padding:0 1em}"
+        "<style>body{font:15px/1.5 sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}"
         "img{max-width:100%}div{overflow-x:auto}table{border-collapse:collapse;font-size:80%}"
-        "td,th{padding:.2em .4em;text-align:right;border-bottom:1px solid #ccc}</style>"
+        "td,th{padding:.2em .3em;text-align:right;border-bottom:1px solid #ccc}</style>"
         f"<h1>{html.escape(title)}</h1>{pictures}{shown}{notes_html}</html>"
     )
 

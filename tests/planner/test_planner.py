@@ -220,3 +220,27 @@ def test_which_numbers_of_gpus_fit() -> None:
         "4 fits (60.0 GB per GPU); 8 cannot be"
     )
     assert not fits(170e9, find_gpu("b200")), "a tenth is kept free"
+
+
+def test_the_page_shows_what_is_modelled() -> None:
+    """Every row of the table against published points, and both statements about ratios."""
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    rates = [(p, p.rate, modelled_rate(p, SGLANG), "") for p in POINTS]
+    ratios = [(r, r.speedup, modelled_speedup(r, SGLANG), "x") for r in RATIOS]
+    for point, published, modelled, unit in (*rates, *ratios):
+        digits = 2 if unit else 1 if published < 100 else 0
+        error = 100 * (modelled / published - 1)
+        fitted = "fitted" if point.fit else "kept out"
+        row = f"{published}{unit} | {modelled:.{digits}f}{unit} | {error:+.0f}% | {fitted} |"
+        assert f"| {point.label} | {row}" in page
+    both = curves(setting("gpt-oss-120b", "b300", ranks=8, software=GRAPHS), 4.4, range(1, 257))
+    shares = ((0.7, "5.8x"), (0.8, "9.8x"), (0.85, "13x"), (0.9, "19x"), (0.95, "33x"))
+    for share, shown in shares:
+        ratio = both.throughput_ratio(share * both.plain_end)
+        assert shown == (f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x")
+        assert f"| {shown} |" in page
+    assert all(2.3 <= round(c.speedup, 1) <= 2.4 for c in both.cycles if 4 <= c.batch <= 32)
+    hopeful = replace(SGLANG, e_moe=SGLANG.e_ops)
+    errors = [round(100 * (modelled_speedup(r, hopeful) / r.speedup - 1)) for r in RATIOS[2:]]
+    assert errors == [39, 80]
+    assert "too hopeful by 39% at batch 16\nand 80% at batch 32" in page
