@@ -189,7 +189,17 @@ def test_sixteen_at_a_time(triton: Triton, runtime: Runtime) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(ask, questions))
-    assert answers == [g.text for g in runtime.generate(questions, GenerationOptions(20))]
+    wanted = [g.text for g in runtime.generate(questions, GenerationOptions(20))]
+    assert answers == wanted
+    stream = Stream(triton)
+    for index, question in enumerate(questions):
+        stream.ask("tiny", {"text_input": question, "max_tokens": 20}, name=str(index))
+    found = {}
+    for _ in questions:
+        (result,) = stream.until_final()
+        found[int(result.get_response().id)] = text([result])
+    stream.close()
+    assert found == dict(enumerate(wanted))
 
 
 def test_stop_words(triton: Triton, runtime: Runtime) -> None:
@@ -257,9 +267,17 @@ def test_every_input_together(triton: Triton, runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("left_out", [name for name in EVERYTHING if name != "text_input"])
 def test_each_input_may_be_left_out(triton: Triton, left_out: str) -> None:
+    """Over HTTP and over gRPC, with the same answer."""
     inputs = {name: value for name, value in EVERYTHING.items() if name != left_out}
     answer = triton.generate("tiny", **inputs)
     assert answer["sequence_length"] == 12
+    stream = Stream(triton)
+    stream.ask("tiny", inputs)
+    (result,) = stream.until_final()
+    stream.close()
+    assert len(result.as_numpy("output_ids")) == 12
+    if left_out != "random_seed":
+        assert result.as_numpy("output_ids").tolist() == answer["output_ids"]
 
 
 def test_messages_echo_and_plain_text(triton: Triton, runtime: Runtime) -> None:
