@@ -203,7 +203,9 @@ def _cell(value: Any) -> str:
     """Four digits or so: the table has 80 columns."""
     if value is None:
         return "-"
-    return f"{value:.1f}" if isinstance(value, float) and value >= 100 else str(value)
+    if isinstance(value, float) and value >= 100:
+        return f"{value:.{int(value < 1000)}f}"
+    return str(value)
 
 
 if __name__ == "__main__":
