@@ -25,25 +25,26 @@ class DraftControl:
 
     def __init__(self, widths: Sequence[int]) -> None:
         """widths: those that the engines can do."""
-        longest = max(widths)
-        halves = (longest >> n for n in range(longest.bit_length()))
-        self._widths = [width for width in halves if width in widths]
+        self._widths = widths
         self._committed: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_BLOCKS))
         self._seconds: defaultdict[tuple[int, int], deque[float]] = defaultdict(
             lambda: deque(maxlen=_CYCLES)
         )
         self._cycles: Counter[int] = Counter()
 
-    def width(self, lanes: int, drafted: int) -> int:
-        """For the next cycle of `lanes` lanes, of which so many are `drafted`, if any."""
+    def width(self, lanes: int, drafted: int, longest: int) -> int:
+        """For the next cycle of `lanes` lanes, of which so many are `drafted`, if any, with blocks of
+        `longest` tokens at most."""
         size = _size(lanes)
-        least = min(self._widths, key=lambda width: len(self._seconds[size, width]))
+        halves = (longest >> n for n in range(longest.bit_length()))
+        widths = [width for width in halves if width in self._widths]
+        least = min(widths, key=lambda width: len(self._seconds[size, width]))
         if len(self._seconds[size, least]) < _TRIALS:
             return least
         turn, cycle = divmod(self._cycles[size], _RUN)
         if cycle < _TRIALS:
-            return self._widths[turn % len(self._widths)]
-        return max(self._widths, key=lambda width: self._rate(width, size, drafted / lanes))
+            return widths[turn % len(widths)]
+        return max(widths, key=lambda width: self._rate(width, size, drafted / lanes))
 
     def observe(self, results: Sequence[StepResult], seconds: float) -> None:
         """Count a cycle: what its lanes committed, and the time of its draft and verify calls."""

@@ -140,10 +140,10 @@ class Scheduler:
     def _lanes(self) -> list[Lane]:
         """Parts of all that decode. The width is free where nobody asks for one: beside a block that
         is drafted anyway, others cost nothing."""
-        adaptive = sum(request.adaptive for request in self._decoding)
+        free = [request.width for request in self._decoding if request.adaptive]
         width = max((r.width for r in self._decoding if not r.adaptive), default=1)
-        if adaptive and width == 1:
-            width = self._control.width(len(self._decoding), adaptive)
+        if free and width == 1:
+            width = self._control.width(len(self._decoding), len(free), max(free))
         return [request.lane(width) for request in self._decoding]
 
     def _run(self, call: Callable[[], _Result]) -> _Result:

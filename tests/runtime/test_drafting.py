@@ -26,14 +26,14 @@ class World:
 
     def __init__(self, widths: Sequence[int], accept: float, row: dict[int, float]) -> None:
         self.control = DraftControl(widths)
-        self.accept, self.row = accept, row
+        self.longest, self.accept, self.row = max(widths), accept, row
         self.random = np.random.default_rng(0)
 
     def run(self, lanes: int, cycles: int, drafted: int | None = None) -> list[int]:
         """The widths of so many cycles."""
         widths = []
         for _ in range(cycles):
-            widths.append(self.control.width(lanes, lanes if drafted is None else drafted))
+            widths.append(self.control.width(lanes, drafted or lanes, self.longest))
             blocks = [self.block(widths[-1]) for _ in range(lanes)]
             if drafted is not None:
                 blocks[drafted:] = [StepResult((1,), 0)] * (lanes - drafted)
@@ -77,7 +77,7 @@ def test_each_batch_size_has_its_own_width_and_keeps_it() -> None:
         world.run(lanes, 40)
     for lanes, best in ((16, 1), (1, 8), (4, 4), (3, 4)):
         assert usual(world.run(lanes, 320)) == best
-    assert world.control.width(16, 16) == 1
+    assert world.control.width(16, 16, 8) == 1
 
 
 def test_a_drafter_that_gets_better_or_worse_is_noticed() -> None:
@@ -172,6 +172,15 @@ def test_a_fixed_block_is_kept_and_shared() -> None:
     for one, drafted in ((fixed, 3), (plain, 0), (free, 3)):
         assert one.generation.metrics.drafted == drafted * one.generation.metrics.cycles
     assert set(scheduler.widths) == {4}
+
+
+def test_a_request_that_wants_short_blocks_has_shorter_ones_or_none() -> None:
+    """Its own width is the longest that is tried."""
+    scheduler = Costed(as_engines(toy(skill=0.0)))
+    one = Driven(scheduler._engines, [1], replace(ADAPTIVE, max_tokens=200, width=5))  # type: ignore[arg-type]
+    scheduler.run([one])
+    assert set(scheduler.widths) == {5, 2, 1}
+    assert scheduler.widths.count(1) > 100
 
 
 def test_a_shorter_block_says_so() -> None:

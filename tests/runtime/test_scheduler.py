@@ -287,6 +287,24 @@ def test_text_that_cannot_be_made_ends_everything_with_its_error() -> None:
 # Waiting, fairness, ends from outside
 
 
+def test_first_come_first_served() -> None:
+    """On two slots, whatever their lengths; one that is cancelled while it waits holds up nobody."""
+    engines = toy(slots=2)
+    scheduler = Scheduler(as_engines(engines))
+    driven = [
+        Driven(engines, [1] * size, GenerationOptions(most, ignore_eos=True))
+        for size, most in ((1, 90), (20, 3), (3, 40), (30, 2), (1, 5), (9, 30))
+    ]
+    for one in driven:
+        scheduler.submit(one.request)
+    driven[3].request.cancelled = True
+    came: list[Driven] = []
+    while scheduler.busy:
+        scheduler.step()
+        came += [one for one in driven if one.request.slot >= 0 and one not in came]
+    assert came == [driven[i] for i in (0, 1, 2, 4, 5)]
+
+
 def test_a_cancelled_request_frees_its_slot_within_one_cycle() -> None:
     engines = toy()
     scheduler = Scheduler(as_engines(engines))
