@@ -54,6 +54,8 @@ def check_state(toy: ToyPair, scheduler: Scheduler) -> None:
     owned = [*scheduler._prefilling, *scheduler._decoding]
     slots = [request.slot for request in owned]
     assert sorted([*slots, *scheduler._free]) == list(range(toy.manifest.max_batch))
+    m = scheduler.metrics
+    assert (m.slots_used, m.tokens_cached) == (len(owned), toy.context.sum())
     for request in scheduler._decoding:
         tokens = [*request.prompt.tolist(), *request.tokens]
         assert toy.context[request.slot] == len(tokens) - 1

@@ -293,7 +293,7 @@ def test_first_come_first_served() -> None:
     scheduler = Scheduler(as_engines(engines))
     driven = [
         Driven(engines, [1] * size, GenerationOptions(most, ignore_eos=True))
-        for size, most in ((1, 90), (20, 3), (3, 40), (30, 2), (1, 5), (9, 30))
+        for size, most in ((1, 90), (20, 12), (3, 40), (30, 20), (1, 15), (9, 30))
     ]
     for one in driven:
         scheduler.submit(one.request)

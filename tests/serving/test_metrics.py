@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from dflash_trt.runtime.metrics import Histogram
 from dflash_trt.runtime.options import GenerationOptions
 from dflash_trt.runtime.scheduler import Scheduler
 from dflash_trt.serving.openai.metrics import exposition
@@ -66,6 +67,13 @@ def test_histograms_are_cumulative_and_add_up(page: dict[str, Metric]) -> None:
             assert value(family, "_sum", **width) > 0
 
 
+def test_a_value_belongs_to_the_first_bound_that_it_does_not_exceed() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for number in (0.5, 1.0, 1.5, 2.0, 2.5, 9.0):
+        histogram.observe(number)
+    assert (histogram.counts, histogram.sum) == ([2, 2, 2], 16.5)
+
+
 def test_figures_are_those_of_the_runtime(scheduler: Scheduler, page: dict[str, Metric]) -> None:
     m = scheduler.metrics
     length = page["dflash_acceptance_length"]
@@ -78,6 +86,13 @@ def test_figures_are_those_of_the_runtime(scheduler: Scheduler, page: dict[str, 
         assert value(page[f"dflash_{name}_seconds"], "_count") == requests
     ttft = page["dflash_time_to_first_token_seconds"]
     assert value(ttft, "_sum") == pytest.approx(m.requests.ttft)
+    for length in range(1, 7):
+        bucket = sum(count for committed, count in m.acceptance.items() if committed <= length)
+        assert value(page["dflash_acceptance_length"], "_bucket", le=f"{length}.0") == bucket
+    queued = page["dflash_queue_time_seconds"]
+    assert value(queued, "_sum") == pytest.approx(m.requests.queue_seconds)
+    tpot = [r.decode_seconds / (r.tokens - 1) for r in m.recent if r.tokens]
+    assert value(page["dflash_time_per_output_token_seconds"], "_sum") == pytest.approx(sum(tpot))
     assert {s.labels["width"] for s in page["dflash_cycle_seconds"].samples} == {"1", "6"}
     tokens = page["dflash_generation_tokens"]
     assert value(tokens, "_total") == 4 * 30
