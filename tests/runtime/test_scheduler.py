@@ -83,6 +83,22 @@ def test_company_changes_nothing(wishes: list[tuple[list[int], GenerationOptions
         same(answer, run_all(toy(), [request])[0])
 
 
+@pytest.mark.parametrize("draft", [True, False])
+def test_no_end_token_before_min_tokens(draft: bool) -> None:
+    """To the token, greedy with nothing else to process: the fast path begins behind them."""
+    wish = GenerationOptions(30, ignore_eos=True, draft=draft)
+    whole = run_all(toy(), [([1], wish)])[0].tokens
+    for token in dict.fromkeys(whole[:12]):
+        at = whole.index(token)
+        for least in range(at + 3):
+            ends = replace(wish, stop_token_ids=(token,), min_tokens=least)
+            answer = run_all(toy(skill=0.9), [([1], ends)])[0]
+            if least <= at:
+                assert (answer.tokens, answer.stop) == (whole[:at], token)
+            else:
+                assert len(answer.tokens) >= least
+
+
 def test_stop_texts_count_from_min_tokens_on() -> None:
     """A stop text before `min_tokens` is ordinary text; the same text behind it ends the answer."""
     whole = run_all(toy(), [([1], GenerationOptions(200, ignore_eos=True))])[0].text
@@ -387,6 +403,19 @@ def test_beyond_the_drafters_positions_generation_goes_on() -> None:
     assert len(answer.tokens) == 100
     assert answer.tokens == run_all(toy(), [([1] * 10, wish)])[0].tokens
     assert 10 + answer.metrics.committed - answer.metrics.cycles < 40 + short.manifest.block
+
+
+@pytest.mark.parametrize("positions", range(36, 42))
+def test_no_block_reaches_beyond_the_drafters_positions(positions: int) -> None:
+    class Reaching(ToyPair):
+        def draft(self, slots: Sequence[int], count: int) -> None:
+            reached.append(int(self.context[slots[0]]) + 1 + count)
+            super().draft(slots, count)
+
+    reached: list[int] = []
+    engines = Reaching(skill=1.0, drafter_positions=positions)
+    run_all(engines, [([1] * 10, GenerationOptions(60, ignore_eos=True))])
+    assert positions - 6 < max(reached) <= positions
 
 
 def test_a_failing_engine_ends_every_request_with_its_error() -> None:
