@@ -9,7 +9,7 @@ QUESTION ?= Natalia sold clips to 48 of her friends in April, and then she sold 
 TRITON_CLIENT := tritonclient==2.73.0 grpcio==1.85.3 geventhttpclient==2.6.1 gevent==26.9.0 \
 	greenlet==3.3.2 zope.event==6.2 zope.interface==8.7 python-rapidjson==1.25 brotli==1.2.1
 TRITON_MODEL := onnxruntime==1.32.0 tokenizers==0.23.3 jinja2==3.1.6 onnx==1.23.0 ml_dtypes==0.5.4 \
-	psutil==7.2.2 flatbuffers==25.12.19 markupsafe==3.0.4 packaging==26.4
+	psutil==7.2.2 flatbuffers==25.12.19 markupsafe==3.0.4 packaging==26.4 mpi4py==4.1.2 mpich==5.0.2
 
 .PHONY: run test lint lint-deployment types pytest test-gpu clean
 

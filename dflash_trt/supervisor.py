@@ -1,4 +1,4 @@
-"""The process that `mpirun` sees for a rank: it starts the rank's own process and waits for it.
+"""The process that MPI's launcher sees for a rank: it starts the rank's own and waits for it.
 
 `mpirun` kills all ranks within milliseconds once a process of its own has died, before anyone can say
 which it was. With this one in between, the ranks' watch (`engines.watch`) has the time to say it. If
@@ -27,7 +27,12 @@ def supervise(arguments: Sequence[str]) -> None:
     everywhere else, and in the rank's own process."""
     if os.environ.get(_SUPERVISED) or not any(os.environ.get(s, "1") != "1" for s in _SIZES):
         return
-    os.execv(sys.executable, [sys.executable, "-m", "dflash_trt.supervisor", *arguments])
+    os.execv(sys.executable, [sys.executable, *supervised("-c", _PROGRAM, *arguments)])
+
+
+def supervised(*arguments: str) -> list[str]:
+    """Arguments of a Python that run another Python with `arguments` under a supervisor."""
+    return ["-m", "dflash_trt.supervisor", *arguments]
 
 
 def die_with_parent() -> None:
@@ -37,7 +42,7 @@ def die_with_parent() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     child = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, *arguments],
+        [sys.executable, *arguments],
         close_fds=False,  # the launcher talks to the rank through one
         env={**os.environ, _SUPERVISED: "1"}, preexec_fn=die_with_parent,
     )  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shutil
 import socket
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -20,6 +22,7 @@ import dflash_trt
 from dflash_trt.engines.directory import MANIFEST
 from dflash_trt.engines.watch import Watch
 from dflash_trt.errors import InputError
+from dflash_trt.supervisor import supervised
 
 _CONNECT_SECONDS = 20
 # Waiting for others: without a pause at first, then often asked, then seldom. MPI's own waiting never
@@ -100,9 +103,12 @@ class MpiMesh:
         return made
 
 
-def join(path: Path, ranks: int) -> MpiMesh:
-    """Meet the other ranks, and make sure that all are to load the same build of `ranks` ranks."""
-    comm = _world()
+def join(path: Path, ranks: int, follower: Sequence[str] = ()) -> MpiMesh:
+    """Meet the other ranks, and make sure that all are to load the same build of `ranks` ranks.
+
+    follower: the arguments of a Python that runs another rank, where this process is to start them.
+    """
+    comm = _communicator(ranks, follower)
     digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
     build = f"{digest} {dflash_trt.__version__} {ort.__version__}"
     own = Member(comm.rank, socket.gethostname(), os.getpid(), build)
@@ -134,14 +140,27 @@ def _wait(request: Any) -> None:
             sleep(_SHORT_NAP if waited < _BUSY_SECONDS else _LONG_NAP)
 
 
-def _world() -> Any:
+def _communicator(ranks: int, follower: Sequence[str]) -> Any:
+    """Of the processes that a launcher has started, or of those that this one or its starter starts."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # the second where there is no MPI library
         raise InputError(
             f"an engine of several ranks needs MPI ({error}): pip install 'dflash-trt[mpi]'"
         ) from error
-    return MPI.COMM_WORLD
+    parent = MPI.Comm.Get_parent()
+    if parent != MPI.COMM_NULL:
+        return parent.Merge(high=True)
+    if not follower:
+        return MPI.COMM_WORLD
+    if shutil.which("mpiexec") is None:
+        raise InputError(
+            "an engine of several ranks needs mpiexec to start them: it is not on PATH"
+        )
+    if os.getpgrp() != os.getpid():  # when a rank dies, mpiexec kills its own, and so this one's
+        os.setpgid(0, 0)
+    python = shutil.which("python3") or sys.executable
+    return MPI.COMM_SELF.Spawn(python, supervised(*follower), ranks - 1).Merge(high=False)
 
 
 def share_threads(threads: int, local: int) -> int | None:

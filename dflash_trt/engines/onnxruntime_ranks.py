@@ -30,8 +30,8 @@ from dflash_trt.engines.onnxruntime import (
     value_over,
 )
 from dflash_trt.engines.onnxruntime_build import SEGMENTS_FILE, model_name, segment_name
-from dflash_trt.lowering.segments import Collective
-from dflash_trt.models.shards import Shard
+from dflash_trt.lowering.collective import Collective
+from dflash_trt.models.shard import Shard
 
 Values = Mapping[str, ort.OrtValue]
 

@@ -14,18 +14,10 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
+from dflash_trt.lowering.collective import Collective
 from dflash_trt.models.graph import SourceGraph
 from dflash_trt.ops import DOMAIN
 from dflash_trt.ops.collectives import COLLECTIVES
-
-
-@dataclass(frozen=True)
-class Collective:
-    """What comes between two segments: `kind` makes `result` of all ranks' `part`."""
-
-    kind: str
-    part: str
-    result: str
 
 
 @dataclass(frozen=True)

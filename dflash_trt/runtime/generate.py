@@ -53,14 +53,17 @@ class Runtime:
         self._thread: Thread | None = None
 
     @classmethod
-    def load(cls, path: Path, threads: int = 0, queue_limit: int = 256) -> Runtime:
+    def load(
+        cls, path: Path, threads: int = 0, queue_limit: int = 256, start_ranks: bool = False
+    ) -> Runtime:
         """Load an engine directory; everything in it is checked first.
 
         threads: 0 for one per core; queue_limit: requests that may wait for a slot. An engine of
         several ranks is loaded by as many processes under `mpirun`: it comes back on rank 0 only,
-        the others follow rank 0 until it ends and then end themselves.
+        the others follow rank 0 until it ends and then end themselves. With start_ranks this process
+        is rank 0 and starts the others.
         """
-        engines = _load_engines(path, threads)
+        engines = _load_engines(path, threads, start_ranks)
         return cls(engines, _codec(path, engines.manifest), queue_limit)
 
     @property
@@ -220,13 +223,13 @@ class _Answer:
         return self.request.generation
 
 
-def _load_engines(path: Path, threads: int) -> EnginePair:
+def _load_engines(path: Path, threads: int, start_ranks: bool) -> EnginePair:
     """The pair of an engine directory by its backend."""
     manifest = read_manifest(path, verify=False)
     if manifest.backend == "cpu" and manifest.tensor_parallel > 1:
         from dflash_trt.engines.ranks import join_ranks
 
-        return join_ranks(path, manifest.tensor_parallel, threads)
+        return join_ranks(path, manifest.tensor_parallel, threads, start_ranks)
     if manifest.backend == "cpu":
         return OnnxRuntimePair(path, threads)
     from dflash_trt.engines.tensorrt import TensorRTPair

@@ -6,16 +6,19 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
@@ -415,6 +418,50 @@ def test_killed_processes(packages: Path, engine: Path, tmp_path: Path) -> None:
         client.close()
         server.process.kill()
     wait_for(lambda: not shared_memory() - before)
+
+
+def running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended; Triton waits for a model's process when the model is unloaded."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def test_a_model_of_several_ranks_starts_and_ends_them(
+    packages: Path, tiny_checkpoints: tuple, runtime: Runtime, tmp_path: Path
+) -> None:
+    """Its process is rank 0. A rank that dies ends the model with a sentence; reloaded, it answers."""
+    engine, repository, log = tmp_path / "two", tmp_path / "repository", tmp_path / "log"
+    build_cpu(*tiny_checkpoints, BuildOptions("two", block=8, max_seq_len=512, ranks=2), engine)
+    assert main(["triton", str(engine), "-o", str(repository), "--threads", "1"]) == 0
+    before, wanted = shared_memory(), expected(runtime)
+    with running_triton(packages, repository, tmp_path) as server:
+        answer = server.generate("two", text_input=QUESTION, max_tokens=24, return_figures=True)
+        assert answer["text_output"] == wanted.text
+        assert json.loads(answer["figures"])["drafting"] == "on"
+        first = psutil.Process(server.process.pid).children(recursive=True)
+        worker = next(p for p in first if "dflash_trt.supervisor" in p.cmdline()).children()[0]
+        worker.kill()
+        ended = f"rank 1 ({socket.gethostname()}, process {worker.pid}) has ended; all ranks end"
+        wait_for(lambda: ended in log.read_text())
+        assert "error" in server.generate("two", text_input="x", max_tokens=3)
+        wait_for(lambda: not running(first), 20)
+        client = http_client.InferenceServerClient(server.http)
+        client.unload_model("two")
+        wait_for(lambda: not client.is_model_ready("two"))
+        for forgotten in shared_memory() - before:
+            forgotten.unlink()
+        client.load_model("two")
+        client.close()
+        answer = server.generate("two", text_input=QUESTION, max_tokens=24)
+        assert answer["text_output"] == wanted.text
+        second = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(running(second)) == len(first)
+    wait_for(lambda: not running(second), 20)
+    assert log.read_text().count("all ranks end") == 1
 
 
 def test_a_server_stopped_amid_requests_leaves_nothing(

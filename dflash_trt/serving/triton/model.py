@@ -85,7 +85,8 @@ def _load(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) 
     version = Path(args["model_repository"]) / args["model_version"]
     folder = version / values["engine_directory"]
     try:
-        runtime = Runtime.load(folder, int(values["threads"]), int(values["max_queue"]))
+        threads, queue = int(values["threads"]), int(values["max_queue"])
+        runtime = Runtime.load(folder, threads, queue, start_ranks=True)
         runtime.generate([0, 0], GenerationOptions(2, ignore_eos=True))
     except Exception as error:
         raise pb_utils.TritonModelException(str(error)) from error
