@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +37,10 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def dtype(self, name: str) -> np.dtype:
+        """The type that `read` gives; nothing of the tensor is read for it."""
+        ...
+
     def read(self, name: str) -> np.ndarray:
         """The tensor as fp32, or in its stored integer type."""
         ...
@@ -43,6 +48,10 @@ class TensorSource(Protocol):
     def read_part(self, name: str, axis: int, begin: int, end: int) -> np.ndarray:
         """Entries `begin` to `end` of the tensor along `axis`; the rest is not read where the format
         allows that."""
+        ...
+
+    def rows(self, name: str) -> Iterator[np.ndarray]:
+        """The tensor in pieces along its first axis, so that a large one is never in memory twice."""
         ...
 
     def digest(self) -> str:

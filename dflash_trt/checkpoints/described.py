@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -24,10 +25,16 @@ class AbsentTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         self._refuse()
 
+    def dtype(self, name: str) -> np.dtype:
+        self._refuse()
+
     def read(self, name: str) -> np.ndarray:
         self._refuse()
 
     def read_part(self, name: str, axis: int, begin: int, end: int) -> np.ndarray:
+        self._refuse()
+
+    def rows(self, name: str) -> Iterator[np.ndarray]:
         self._refuse()
 
     def digest(self) -> str:

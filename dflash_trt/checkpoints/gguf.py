@@ -6,6 +6,9 @@ for interleaved rotary embedding (heads x D/2 x 2); here they are put back to ha
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ _MODEL_NAMES = {
     "output": "lm_head",
 }
 _CONTROL_TOKEN = 3  # token type "control" of the GGUF specification
+_PIECE_VALUES = 4_000_000  # of a tensor in memory beside what is made of it
 _PRE_TOKENIZERS = ("smollm",)  # digits one by one, then byte level
 
 
@@ -59,7 +63,7 @@ class GgufTensors:
 
     def __init__(self, path: Path, reader: GGUFReader, config: TargetConfig) -> None:
         self.origin = str(path)
-        self._path = path
+        self._path, self._data = path, reader.data
         self._tensors = {huggingface_name(t.name): t for t in reader.tensors}
         self._heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
@@ -68,6 +72,9 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(int(n) for n in reversed(self._tensors[name].shape))
+
+    def dtype(self, name: str) -> np.dtype:
+        return np.dtype(np.float32)
 
     def read(self, name: str) -> np.ndarray:
         return self._rows(name, 0, self.shape(name)[0])
@@ -79,9 +86,20 @@ class GgufTensors:
             return self._rows(name, begin, end)
         return self.read(name)[:, begin:end]
 
+    def rows(self, name: str) -> Iterator[np.ndarray]:
+        """Those of q and k at once: they are put in order head by head."""
+        shape = self.shape(name)
+        step = max(1, _PIECE_VALUES // prod(shape[1:]))
+        if name.split(".")[-2] in self._heads:
+            step = shape[0]
+        for begin in range(0, shape[0], step):
+            yield self._rows(name, begin, min(begin + step, shape[0]))
+
     def _rows(self, name: str, begin: int, end: int) -> np.ndarray:
         tensor = self._tensors[name]
         rows = dequantize(tensor.data[begin:end], tensor.tensor_type)
+        # The library maps the file: pages that were read would count as memory of this process.
+        self._data._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
         array = rows.astype(np.float32, copy=False)
         module = name.split(".")[-2]
         if module in self._heads and len(array):

@@ -12,7 +12,7 @@ Modules that were left out of the quantisation are stored as they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,9 @@ class ModelOptTensors:
             raise InputError(f"{stored.origin}: {algo} was announced, but no tensor has a scale")
         if algo == "NVFP4":
             self._check_blocks()
+        for name in sorted(self._names - self._quantised):
+            if stored.dtype(name) == np.uint8:
+                raise InputError(f"{stored.origin}: '{name}' is packed and has no scale")
 
     @property
     def origin(self) -> str:
@@ -81,11 +84,12 @@ class ModelOptTensors:
         packed = self._algo == "NVFP4" and name in self._quantised
         return (*shape[:-1], 2 * shape[-1]) if packed else shape
 
+    def dtype(self, name: str) -> np.dtype:
+        return np.dtype(np.float32) if name in self._quantised else self._stored.dtype(name)
+
     def read(self, name: str) -> np.ndarray:
         array = self._stored.read(name)
         if name not in self._quantised:
-            if array.dtype == np.uint8:
-                raise InputError(f"{self.origin}: '{name}' is packed and has no scale")
             return array
         scale = self._stored.read(self._scale_of(name))
         if self._algo == "NVFP4":
@@ -114,6 +118,9 @@ class ModelOptTensors:
     def read_part(self, name: str, axis: int, begin: int, end: int) -> np.ndarray:
         """Cut from the whole tensor: scales are applied to it first."""
         return self.read(name).take(range(begin, end), axis)
+
+    def rows(self, name: str) -> Iterator[np.ndarray]:
+        return iter([self.read(name)]) if name in self._quantised else self._stored.rows(name)
 
     def digest(self) -> str:
         return self._stored.digest()

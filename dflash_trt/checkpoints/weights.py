@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
@@ -28,7 +29,7 @@ class WeightLoader:
         self._configs = configs
 
     def check(self, weights: Sequence[Weight]) -> None:
-        """Compare all names and shapes before anything is read; name the first that is off."""
+        """Compare all names, shapes and types before anything is read; name the first that is off."""
         for weight in weights:
             absent = isinstance(self._sources[weight.model], AbsentTensors)
             if weight.sources and not absent:
@@ -39,6 +40,11 @@ class WeightLoader:
         for name in weight.sources:
             if name not in source.names():
                 raise InputError(f"{source.origin}: the tensor '{name}' is missing")
+            wanted = tensor_dtype_to_np_dtype(weight.dtype)
+            if source.dtype(name) != wanted:
+                raise InputError(
+                    f"{source.origin}: '{name}' holds {source.dtype(name)}, not {wanted}"
+                )
         shapes = [self._cut_shape(source, weight, i) for i in range(len(weight.sources))]
         if weight.kind == "norm" and len(weight.shape) == 2:
             shapes = [(1, *shape) for shape in shapes]
@@ -61,18 +67,25 @@ class WeightLoader:
             return shape
         return (*shape[: shard.axis], shard.parts[index], *shape[shard.axis + 1 :])
 
-    def load(self, weight: Weight, rank: int = 0) -> np.ndarray:
-        """The weight as a contiguous array of `weight.shape`, in the type of the graph input; of a
-        weight that is cut, the part of `rank`, and no other is read."""
+    def load(self, weight: Weight, rank: int = 0, dtype: Any = None) -> np.ndarray:
+        """The weight as a contiguous array of `weight.shape`, in the type of the graph input unless
+        `dtype` is given; of a weight that is cut, the part of `rank`, and no other is read.
+
+        Besides the result a few megabytes of a tensor are in memory at a time, where its format
+        allows that.
+        """
+        dtype = np.dtype(dtype or tensor_dtype_to_np_dtype(weight.dtype))
         if weight.kind.startswith("rope_"):
-            return self._rope(weight)
+            return self._rope(weight).astype(dtype, copy=False)
         if weight.kind == "shard_start":
             assert weight.shard
             return np.array(weight.shard.span(0, rank)[:1], np.int64)
-        source = self._sources[weight.model]
-        parts = [self._stored(source, index, weight, rank) for index in range(len(weight.sources))]
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return np.ascontiguousarray(whole.T if weight.transpose else whole).reshape(weight.shape)
+        made, at = np.empty(weight.shape, dtype), 0
+        for piece in self._pieces(weight, rank):
+            rows = made.T if weight.transpose else made.reshape(-1, *piece.shape[1:])
+            rows[at : at + len(piece)] = piece.astype(dtype, copy=False)
+            at += len(piece)
+        return made
 
     def export_precision(self, weight: Weight) -> str:
         """What the checkpoint was exported in (`fp8`, `nvfp4`); empty where it is no export."""
@@ -98,23 +111,27 @@ class WeightLoader:
             max(p.input_scale for p in parts),
         )
 
+    def _pieces(self, weight: Weight, rank: int) -> Iterator[np.ndarray]:
+        """The sources one after the other, in pieces along their first axis."""
+        source = self._sources[weight.model]
+        for index, name in enumerate(weight.sources):
+            if weight.shard:
+                yield self._cut(source, index, weight, rank)
+            else:
+                yield from source.rows(name)
+
     @staticmethod
-    def _stored(source: TensorSource, index: int, weight: Weight, rank: int) -> np.ndarray:
+    def _cut(source: TensorSource, index: int, weight: Weight, rank: int) -> np.ndarray:
+        """A rank's part of a source, padded."""
         name, shard = weight.sources[index], weight.shard
-        if shard is None:
-            array = source.read(name)
-        else:
-            begin, end = shard.span(index, rank)
-            least = (begin, end) if end > begin else (0, 1)  # of nothing, one entry for its shape
-            array = source.read_part(name, shard.axis, *least)
-            array = array.take(range(end - begin), shard.axis)
-            missing = shard.parts[index] - (end - begin)
-            margins = [(0, missing if axis == shard.axis else 0) for axis in range(array.ndim)]
-            array = np.pad(array, margins)
-        wanted = tensor_dtype_to_np_dtype(weight.dtype)
-        if array.dtype != wanted:
-            raise InputError(f"{source.origin}: '{name}' holds {array.dtype}, not {wanted}")
-        return array
+        assert shard
+        begin, end = shard.span(index, rank)
+        least = (begin, end) if end > begin else (0, 1)  # of nothing, one entry for its shape
+        array = source.read_part(name, shard.axis, *least)
+        array = array.take(range(end - begin), shard.axis)
+        missing = shard.parts[index] - (end - begin)
+        margins = [(0, missing if axis == shard.axis else 0) for axis in range(array.ndim)]
+        return np.pad(array, margins)
 
     def _rope(self, weight: Weight) -> np.ndarray:
         config = self._configs[weight.model]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ from dflash_trt.engines.tensorrt_weights import (
     FILE,
     RANK_FILE,
     Encoded,
+    Load,
+    Shelf,
     encode,
     from_export,
     sinks_table,
@@ -55,7 +57,7 @@ from dflash_trt.lowering.tensorrt import api
 from dflash_trt.lowering.tensorrt.linear import QUANTISED_KINDS
 from dflash_trt.lowering.tensorrt.plan import PRECISIONS, PlanRequest, Range
 from dflash_trt.models.graph import SourceGraph
-from dflash_trt.quantization.calibration import Calibration, calibrate_pair
+from dflash_trt.quantization.calibration import calibrate_pair
 
 PLANS_FILE = "plans.json"
 PREFILL_CHUNK = 128
@@ -115,8 +117,8 @@ def build_tensorrt(
         quantised, kept = quantised_weights(sources, options.precision)
         plans = pair_plans(*graphs, folder / "source", options, own, drafted, kept)
         with ThreadPoolExecutor(1) as beside:  # the compiler, a process of its own, takes one core
-            work = (target, drafter, sources, options, quantised if own.weights else frozenset())
-            encoding = beside.submit(_encoded, *work)
+            wanted = quantised if own.weights else frozenset()
+            encoding = beside.submit(_encoded, folder, target, drafter, sources, options, wanted)
             reports = compile_plans(plans, folder, own.backend, own.capabilities, progress)
             if own.weights:
                 progress("quantise")
@@ -142,8 +144,8 @@ def _of_rank(progress: Callable[[str], None], rank: int) -> Callable[[str], None
     return lambda what: progress(f"rank {rank}: {what}")
 
 
-def _loader(sources: Sources, rank: int = 0) -> Callable[[str], np.ndarray]:
-    return lambda name: sources.loader.load(sources.weights[name], rank)
+def _loader(sources: Sources, rank: int = 0) -> Load:
+    return lambda name, dtype: sources.loader.load(sources.weights[name], rank, dtype)
 
 
 def write_weights_of(
@@ -164,7 +166,7 @@ def write_weights_of(
             f"build the engine again"
         )
     progress("quantise" if quantised else "weights")
-    encoded = _encoded(target, drafter, sources, options, quantised)
+    encoded = _encoded(folder, target, drafter, sources, options, quantised)
     _write_weights(folder, sources, options.ranks, reports, encoded, progress)
 
 
@@ -173,7 +175,7 @@ def _write_weights(
     sources: Sources,
     ranks: int,
     reports: Sequence[PlanReport],
-    encoded: Mapping[str, Encoded],
+    encoded: Shelf,
     progress: Callable[[str], None],
 ) -> None:
     """One file of what every rank has, and where the target is cut one for each rank's parts."""
@@ -182,7 +184,11 @@ def _write_weights(
     table, load = weight_table(bindings) | sinks_table(bindings, shapes), _loader(sources)
     cut = {name for name, b in table.items() if sources.weights[b.made_of[0] or name].shard}
     whole = {name: b for name, b in table.items() if name not in cut}
-    write_weights(folder / FILE, whole, lambda n: encoded[n] if n in encoded else load(n), progress)
+
+    def common(name: str, dtype: Any) -> np.ndarray | Encoded:
+        return encoded.take(name) if name in encoded else load(name, dtype)
+
+    write_weights(folder / FILE, whole, common, progress)
     for rank in range(ranks) if cut else ():
         own = {name: table[name] for name in table if name in cut}
         path, say = folder / RANK_FILE.format(rank=rank), _of_rank(progress, rank)
@@ -281,42 +287,32 @@ def quantised_weights(sources: Sources, precision: str) -> tuple[frozenset[str],
 
 
 def _encoded(
+    folder: Path,
     target: TargetCheckpoint,
     drafter: DrafterCheckpoint,
     sources: Sources,
     options: BuildOptions,
     names: frozenset[str],
-) -> dict[str, Encoded]:
-    """The quantised weights: those of an export in this precision with its scales, the others
-    quantised here, with activation scales from a calibration."""
-    loader, precision = sources.loader, options.precision
+) -> Shelf:
+    """The quantised weights, laid aside in `folder`: those of an export in this precision with its
+    scales, the others quantised here, with activation scales from a calibration."""
+    loader, precision, shelf = sources.loader, options.precision, Shelf(folder)
     own = {n for n in names if loader.export_precision(sources.weights[n]) == precision}
-    encoded = {name: from_export(loader.stored(sources.weights[name])) for name in own}
+    for name in own:
+        shelf.put(name, from_export(loader.stored(sources.weights[name])))
     if names - own:
-        load = _loader(sources)
-        values = {name: load(name) for name in sources.weights}
-        peaks = _peaks(target, drafter, sources, options, names - own, values)
-        encoded |= {n: encode(values.pop(n), precision, peaks[n]) for n in sorted(names - own)}
-    return encoded
+        calibrate_pair(
+            sources.target, sources.drafter, names - own,
+            lambda name: loader.load(sources.weights[name]),
+            _calibration_prompts(target, options), options.block, drafter.config.mask_id,
+            lambda name, weight, peak: shelf.put(name, encode(weight, precision, peak)),
+        )  # fmt: skip
+    return shelf
 
 
-def _peaks(
-    target: TargetCheckpoint,
-    drafter: DrafterCheckpoint,
-    sources: Sources,
-    options: BuildOptions,
-    names: frozenset[str],
-    values: Mapping[str, np.ndarray],
-) -> dict[str, float]:
-    """The largest magnitudes of the activations that the weights `names` are multiplied with;
-    `values` are all weights of the pair."""
+def _calibration_prompts(target: TargetCheckpoint, options: BuildOptions) -> list[np.ndarray]:
     from tokenizers import Tokenizer
 
     codec = Tokenizer.from_str(target.text_format().tokenizer_json)
     ids = [codec.encode(text).ids[: options.max_seq_len] for text in CALIBRATION_TEXTS]
-    prompts = [np.array(prompt, np.int64) for prompt in ids]
-    pair = sources.target, sources.drafter
-    first, second = (Calibration(source, names, values) for source in pair)
-    models = (sources.target.model, sources.drafter.model)
-    mask = drafter.config.mask_id
-    return calibrate_pair(first, second, models, prompts, options.block, mask)
+    return [np.array(prompt, np.int64) for prompt in ids]

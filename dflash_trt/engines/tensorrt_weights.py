@@ -7,9 +7,13 @@ codes each. The file is safetensors, so that it can be mapped and copied to the 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -116,6 +120,38 @@ def from_export(stored: StoredMatrix) -> Encoded:
     return Encoded(parts, scale, input_scale)
 
 
+_Place = tuple[int, np.dtype, tuple[int, ...]]  # offset in the file, type and shape
+
+
+class Shelf:
+    """Quantised weights between their making and their writing: in a file of `folder` that has no
+    name, so that they are neither in memory nor left behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (lives on)
+        self._known: dict[str, tuple[dict[str, _Place], np.ndarray, float]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def put(self, name: str, weight: Encoded) -> None:
+        places = {part: self._append(array) for part, array in weight.parts.items()}
+        self._known[name] = places, weight.scale, weight.input_scale
+
+    def take(self, name: str) -> Encoded:
+        places, scale, input_scale = self._known[name]
+        return Encoded({part: self._read(*p) for part, p in places.items()}, scale, input_scale)
+
+    def _append(self, array: np.ndarray) -> _Place:
+        offset = self._file.seek(0, os.SEEK_END)
+        np.ascontiguousarray(array).view(np.uint8).tofile(self._file)
+        return offset, array.dtype, array.shape
+
+    def _read(self, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        self._file.seek(offset)
+        return np.fromfile(self._file, np.uint8, prod(shape)).view(dtype).reshape(shape)
+
+
 def make_parts(
     weight: np.ndarray | Encoded, bindings: Sequence[Binding]
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -129,17 +165,26 @@ def make_parts(
     elif "bytes" in parts:
         yield parts["bytes"].name, weight.view(np.uint8)
     else:
-        yield from ((b.name, weight.astype(_NUMPY[b.dtype])) for b in bindings)
+        yield from ((b.name, weight.astype(_NUMPY[b.dtype], copy=False)) for b in bindings)
+
+
+def _wanted_type(bindings: Sequence[Binding]) -> Any:
+    """What all tensors of a source weight are stored in; None where that is not one type."""
+    types = {binding.dtype for binding in bindings}
+    return _NUMPY.get(types.pop()) if len(types) == 1 else None
+
+
+Load = Callable[[str, Any], np.ndarray | Encoded]
 
 
 def write_weights(
     path: Path,
     table: Mapping[str, Binding],
-    load: Callable[[str], np.ndarray | Encoded],
+    load: Load,
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Write the file at `path`. `load` gives a source weight by name, quantised where plans want
-    it so."""
+    """Write the file at `path`. `load` gives a source weight by name, in the type that is named
+    (None: its own), quantised where plans want it so."""
     layout = [stored(binding) for binding in table.values()]
     header, offsets = _header(layout)
     by_source: dict[str, list[Binding]] = {}
@@ -150,7 +195,7 @@ def write_weights(
         file.write(header)
         for source, bindings in by_source.items():
             progress(f"weights {source}")
-            for name, array in make_parts(load(source), bindings):
+            for name, array in make_parts(load(source, _wanted_type(bindings)), bindings):
                 _check(sizes[name], array)
                 file.seek(len(header) + offsets[name])
                 file.write(np.ascontiguousarray(array).view(np.uint8).data)

@@ -7,16 +7,20 @@ layer, random weights. The everyday run has eight experts a layer; `-m large` ha
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dflash_trt.checkpoints import open_drafter, open_target
+from dflash_trt.checkpoints import DrafterCheckpoint, open_drafter, open_target
+from dflash_trt.checkpoints.described import AbsentTensors, DescribedTarget
 from dflash_trt.engines.build import BuildOptions, build_cpu
 from dflash_trt.engines.onnxruntime import OnnxRuntimePair
-from dflash_trt.engines.tensorrt_directory import TensorRTOptions, build_tensorrt, read_plans
+from dflash_trt.engines.tensorrt_directory import TensorRTOptions, build_tensorrt
 from tests import tiny
+from tests.engines.weights_file import check_weights_file
 from tests.ops.run import run_op
 from tests.tiny_gpt_oss import tiny_gpt_oss
 
@@ -116,34 +120,33 @@ def test_mxfp4_is_decoded_as_transformers_does(folders: tuple[Path, Path]) -> No
         np.testing.assert_array_equal(values.T, truth.float().numpy())
 
 
+# What the command `dflash-trt weights` is, and then its process's peak memory in bytes.
+COMMAND = """
+import sys
+from pathlib import Path
+from dflash_trt.cli import main
+assert main(sys.argv[1:]) == 0
+lines = Path("/proc/self/status").read_text().splitlines()
+print(*(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")))
+"""
+
+
 def test_the_weights_file_is_what_the_plans_ask_for(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Every tensor of the table is there with its type and shape; experts are the checkpoint's bytes."""
+    """Plans from the configurations alone, then weights: every tensor of the table, and no more than
+    1.3 times their size in memory, the program included."""
     pytest.importorskip("tensorrt_rtx", reason="pip install 'dflash-trt[tensorrt-rtx]'")
-    from safetensors import safe_open
-
-    pair = open_target(folders[0]), open_drafter(folders[1])
-    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8)
+    target = DescribedTarget(open_target(folders[0]).config, AbsentTensors("a/target"))
+    drafter = DrafterCheckpoint(open_drafter(folders[1]).config, AbsentTensors("a/drafter"))
+    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8, weights=False)
     options = BuildOptions("width", block=2, max_seq_len=64, precision="bf16")
-    build_tensorrt(*pair, options, own, tmp_path / "e")
-    reports = read_plans(tmp_path / "e")["plans"].values()
-    inputs = [b for report in reports for b in report.bindings if b.direction == "input"]
-    asked = {b.name: b for b in inputs if b.role == "weight"}
-    sinks = {b.made_of[0] for b in inputs if b.made_of[1] == "sinks"}
-    types = {"BF16": "BF16", "FLOAT": "F32", "INT8": "U8"}
-    source = pair[0].tensors
-    with safe_open(tmp_path / "e" / "weights.safetensors", "np") as held:
-        assert set(held.keys()) == set(asked) | sinks
-        for name, binding in asked.items():
-            entry = held.get_slice(name)
-            assert tuple(entry.get_shape()) == binding.shape, name
-            assert entry.get_dtype() == types[binding.dtype], name
-        for layer in range(LAYERS):
-            for kind in ("gate_up", "down"):
-                for part in ("blocks", "scales"):
-                    name = f"target.l{layer}.mlp.{kind}.{part}"
-                    assert asked[name].dtype == "INT8"
-                    stored = source.read(f"model.layers.{layer}.mlp.experts.{kind}_proj_{part}")
-                    found = held.get_tensor(name)
-                    np.testing.assert_array_equal(found.reshape(stored.shape), stored)
+    engine = tmp_path / "e"
+    build_tensorrt(target, drafter, options, own, engine)
+    arguments = ["weights", engine, "--target", folders[0], "--drafter", folders[1]]
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert int(ended.stdout) < 1.3 * (engine / "weights.safetensors").stat().st_size
+    check_weights_file(engine, *folders)
