@@ -35,7 +35,9 @@ class Recipe:
     chat_arguments: given to the chat template; backend and
     capabilities (`12.0`): what a build is for unless told otherwise; target_config and
     drafter_config: keys as in the `config.json` of each checkpoint, for what can be made without
-    them; tokens: entries of the tokenizer where the embedding has more rows.
+    them; tokens: entries of the tokenizer where the embedding has more rows; memory_gb and gpus: what
+    `build --dry-run` says of the memory where it runs and of the GPUs with room for it, for one
+    sequence and everything else as the recipe has it.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Recipe:
     backend: str = "cpu"
     capabilities: tuple[str, ...] = ()
     tokens: int = 0
+    memory_gb: float = 0.0
+    gpus: tuple[str, ...] = ()
     target_config: Mapping[str, Any] = field(default_factory=dict)
     drafter_config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,6 +95,12 @@ def recipe_names() -> list[str]:
     return sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.toml")})
 
 
+def recipe_for(target: str) -> Recipe | None:
+    """The recipe whose target has this hub id."""
+    known = (find_recipe(name) for name in recipe_names())
+    return next((recipe for recipe in known if recipe.target == target), None)
+
+
 def find_recipe(name: str) -> Recipe:
     """The recipe called `name`; an unknown key in it is an error."""
     for folder in _FOLDERS:
@@ -98,7 +108,8 @@ def find_recipe(name: str) -> Recipe:
         if path.is_file():
             values = tomllib.loads(path.read_text())
             try:
-                values["capabilities"] = tuple(values.get("capabilities", ()))
+                for key in ("capabilities", "gpus"):
+                    values[key] = tuple(values.get(key, ()))
                 return Recipe(name=name, folder=folder, **values)
             except TypeError as error:
                 raise InputError(f"{path}: {error}") from None

@@ -10,21 +10,35 @@ import pytest
 from dflash_trt.checkpoints import hub
 from dflash_trt.checkpoints.described import AbsentTensors
 from dflash_trt.checkpoints.drafter import check_pair
+from dflash_trt.cli.build import recipe_of
+from dflash_trt.config import Experts
 from dflash_trt.engines.build import BuildOptions, build_cpu, describe, source_graphs
 from dflash_trt.errors import InputError
 from dflash_trt.models.dflash import drafter_graph
 from dflash_trt.models.registry import target_graph
+from dflash_trt.planner.build_size import build_size
+from dflash_trt.planner.fit import fits
+from dflash_trt.planner.hardware import GPUS
 from dflash_trt.recipes import Recipe, find_recipe, recipe_names
 
 DESCRIBED = [name for name in recipe_names() if find_recipe(name).target_config]
-# name: block, mask id, stop ids, layers
+# name: block, mask id, stop ids, layers, taps
 PUBLISHED = {
-    "gpt-oss-120b": (10, 200000, {200002, 199999, 200012}, 36),
-    "gpt-oss-20b": (8, 200000, {200002, 199999, 200012}, 24),
-    "llama-3.1-8b": (10, 128002, {128001, 128008, 128009}, 32),
-    "qwen3-4b": (16, 151669, {151645, 151643}, 36),
-    "qwen3-8b": (16, 151669, {151645, 151643}, 36),
+    "gpt-oss-120b": (10, 200000, {200002, 199999, 200012}, 36, (1, 9, 17, 25, 33)),
+    "gpt-oss-20b": (8, 200000, {200002, 199999, 200012}, 24, (1, 6, 11, 16, 21)),
+    "llama-3.1-8b": (10, 128002, {128001, 128008, 128009}, 32, (1, 8, 15, 22, 29)),
+    "qwen3-4b": (16, 151669, {151645, 151643}, 36, (1, 9, 17, 25, 33)),
+    "qwen3-8b": (16, 151669, {151645, 151643}, 36, (1, 9, 17, 25, 33)),
 }
+IDS = {
+    "gpt-oss-120b": ("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash"),
+    "gpt-oss-20b": ("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash"),
+    "llama-3.1-8b": (
+        "meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+    ),
+    "qwen3-4b": ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
+    "qwen3-8b": ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+}  # fmt: skip
 
 
 def test_every_published_pair_has_a_recipe() -> None:
@@ -36,8 +50,11 @@ def test_recipe(name: str) -> None:
     recipe = find_recipe(name)
     target, drafter = recipe.described_target(), recipe.described_drafter()
     check_pair(target.config, drafter.config, name)
-    block, mask, stops, layers = PUBLISHED[name]
+    block, mask, stops, layers, taps = PUBLISHED[name]
+    assert (recipe.target, recipe.drafter) == IDS[name]
+    assert (recipe.block, recipe.precision, recipe.backend) == (block, "bf16", "tensorrt-rtx")
     assert (drafter.config.block, drafter.config.mask_id) == (block, mask)
+    assert drafter.config.taps == taps
     assert (set(target.config.stop_ids), target.config.num_layers) == (stops, layers)
     taken = drafter.config.taps
     graphs = (
@@ -45,6 +62,51 @@ def test_recipe(name: str) -> None:
         drafter_graph(drafter.config, target.config, 1024, passes=1),
     )
     assert all(len(graph.model.graph.node) > 100 for graph in graphs)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_memory_is_what_a_dry_run_says(name: str) -> None:
+    """Of the recipe's own backend, precision and length, for one sequence."""
+    recipe = find_recipe(name)
+    target, drafter = recipe.open_target(), recipe.open_drafter()
+    options = BuildOptions(name, recipe.block, recipe.precision, max_seq_len=recipe.max_seq_len)
+    sources = source_graphs(target, drafter, options)
+    size = build_size(target.config, drafter.config, options, sources, recipe.backend)
+    assert recipe.memory_gb == round(size.device / 1e9, 1)
+    roomy = [n for n, gpu in GPUS.items() if recipe.backend != "cpu" and fits(size.device, gpu)]
+    assert list(recipe.gpus) == roomy
+
+
+def test_recipes_say_how_to_talk_to_the_target() -> None:
+    """Arguments of the chat template: low effort for gpt-oss, Qwen3 without thinking."""
+    said = {name: dict(find_recipe(name).chat_arguments) for name in recipe_names()}
+    low, silent = {"reasoning_effort": "low"}, {"enable_thinking": False}
+    assert said == {
+        "gpt-oss-120b": low, "gpt-oss-20b": low, "qwen3-4b": silent, "qwen3-8b": silent,
+        "llama-3.1-8b": {}, "smollm2-135m": {},
+    }  # fmt: skip
+
+
+def test_a_recipe_is_found_by_its_targets_hub_id() -> None:
+    known = recipe_of("openai/gpt-oss-20b", None)
+    assert known == find_recipe("gpt-oss-20b")
+    with pytest.raises(InputError, match="a target given as a path or hub id needs --drafter"):
+        recipe_of("openai/gpt-oss-2b", None)
+
+
+@pytest.mark.parametrize(("name", "experts"), [("gpt-oss-120b", 128), ("gpt-oss-20b", 32)])
+def test_gpt_oss_is_what_its_config_says(name: str, experts: int) -> None:
+    """Sinks, every other layer a window of 128, four experts of many, their clamp, yarn from 4096."""
+    config = find_recipe(name).described_target().config
+    assert config.attention_sinks
+    assert config.attention_bias
+    assert [config.window(layer) for layer in range(4)] == [128, 0, 128, 0]
+    assert config.experts == Experts(experts, per_token=4, alpha=1.702, limit=7.0)
+    assert config.rope == find_recipe(name).described_drafter().config.rope
+    assert (config.rope.theta, config.rope.kind) == (150000.0, "yarn")
+    assert config.rope.scaling is not None
+    numbers = [config.rope.scaling[k] for k in ("factor", "original_max_position_embeddings")]
+    assert numbers == [32.0, 4096]
 
 
 def test_a_wide_verify_drafts_what_was_trained(tmp_path: Path) -> None:

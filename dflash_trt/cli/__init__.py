@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ from dflash_trt.cli import (
 from dflash_trt.errors import InputError
 from dflash_trt.supervisor import supervise
 
+# These take away what they have begun, also where they are asked to end.
+_CLEANING = (build.run, weights.run, simulate.run)
 VERBS = (build, weights, run, inspect, bench, simulate, train, plan, serve, triton)
 
 
@@ -42,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if argv is None:
         supervise(sys.argv[1:])
+        if args.run in _CLEANING:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return args.run(args)
     except InputError as error:

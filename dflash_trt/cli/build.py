@@ -24,7 +24,7 @@ from dflash_trt.engines.build import (
 )
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.api import load
-from dflash_trt.recipes import Recipe, find_recipe, recipe_names
+from dflash_trt.recipes import Recipe, find_recipe, recipe_for, recipe_names
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -88,8 +88,9 @@ def run(args: argparse.Namespace) -> int:
     args.backend = _backend(args, recipe, say)
     if args.compute_capability is None and args.backend == recipe.backend:
         args.compute_capability = ",".join(recipe.capabilities)
+    download = args.download or (hub.is_hub_id(args.target) and not args.dry_run)
     described = args.dry_run and not args.download
-    target, drafter = checkpoints_of(recipe, args.drafter, args.download, described)
+    target, drafter = checkpoints_of(recipe, args.drafter, download, described)
     options = _options(args, recipe, target, drafter)
     note = wide_verify_note(options, drafter.config)
     if note:
@@ -130,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
             reports = build_tensorrt.build(args, target, drafter, options, out, progress)
         bar.update(task, description="done", total=1, completed=1)
     if reports:
-        build_tensorrt.print_reports(console, reports)
+        build_tensorrt.print_reports(console, reports, out)
     else:
         console.print(accepted, highlight=False)
     console.print(f"{out}: built in {perf_counter() - begin:.1f} s", highlight=False)
@@ -195,11 +196,13 @@ def checkpoints_of(
 
 
 def recipe_of(target: str, drafter: str | None) -> Recipe:
-    """The recipe of that name, or one made for a path or hub id."""
+    """The recipe of that name or hub id, or one made for a path or another hub id."""
     path = Path(target)
     known = path.exists() or hub.is_hub_id(target)
     if not known:
         return find_recipe(target)
+    if recipe := recipe_for(target):
+        return recipe
     if drafter is None:
         raise InputError(f"{target}: a target given as a path or hub id needs --drafter")
     base = Path.cwd()

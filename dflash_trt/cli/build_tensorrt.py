@@ -11,7 +11,7 @@ from rich.console import Console
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from dflash_trt.engines.build import BuildOptions
 from dflash_trt.engines.tensorrt_build import PlanReport, estimate_peak_bytes
-from dflash_trt.engines.tensorrt_directory import TensorRTOptions, build_tensorrt
+from dflash_trt.engines.tensorrt_directory import TensorRTOptions, build_tensorrt, read_plans
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.api import MODULES
 from dflash_trt.lowering.tensorrt.plan import EXPERTS
@@ -52,6 +52,11 @@ def capabilities(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def asked_capabilities(args: argparse.Namespace) -> tuple[int, ...]:
+    """Those that `args` name, or the backend's usual ones."""
+    return capabilities(args.compute_capability or DEFAULT_CAPABILITIES.get(args.backend, ""))
+
+
 def build(
     args: argparse.Namespace,
     target: TargetCheckpoint,
@@ -61,17 +66,16 @@ def build(
     progress: Callable[[str], None],
 ) -> list[PlanReport]:
     """Build for the backend that `args` name."""
-    text = args.compute_capability or DEFAULT_CAPABILITIES[args.backend]
     own = TensorRTOptions(
-        args.backend, capabilities(text), step=args.step, weights=not args.no_weights,
+        args.backend, asked_capabilities(args), step=args.step, weights=not args.no_weights,
         experts=args.experts,
     )  # fmt: skip
     _, reports = build_tensorrt(target, drafter, options, own, out, progress)
     return reports
 
 
-def print_reports(console: Console, reports: Sequence[PlanReport]) -> None:
-    """For each plan its time, memory, size, layers and kernels."""
+def print_reports(console: Console, reports: Sequence[PlanReport], out: Path) -> None:
+    """For each plan its time, memory, size, layers and kernels; of the build its memory."""
     for r in reports:
         layers = sum(r.layers.values())
         kernels = ", ".join(f"{count} {kind}" for kind, count in sorted(r.kernels.items()))
@@ -83,6 +87,11 @@ def print_reports(console: Console, reports: Sequence[PlanReport]) -> None:
             f"runs {kernels}; plugins {', '.join(sorted(set(r.plugins.values()))) or 'none'}{meet}",
             highlight=False,
         )
+    peak = read_plans(out)["peak_bytes"]
+    console.print(
+        f"peak memory of the build, compiler and quantisation together: {peak / 1e6:.0f} MB",
+        highlight=False,
+    )
     carried = ", ".join(f"{c / 10:.1f}" for c in reports[0].capabilities)
     console.print(
         f"compiler {reports[0].compiler}, compute capabilities {carried}", highlight=False

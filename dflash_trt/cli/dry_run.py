@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from dflash_trt.cli import build_tensorrt
 from dflash_trt.engines.build import BuildOptions, source_graphs
+from dflash_trt.lowering.tensorrt.api import CAPABILITIES
 from dflash_trt.planner.build_size import BuildSize, build_size, check_precision, rank_of
-from dflash_trt.planner.fit import ranks_that_fit, verdict
-from dflash_trt.planner.hardware import GPUS, find_gpu
+from dflash_trt.planner.fit import fits, ranks_that_fit, verdict
+from dflash_trt.planner.hardware import GPUS, Gpu, find_gpu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +34,7 @@ def run(
 ) -> int:
     """Print the size of the build that `options` describe."""
     gpu = find_gpu(args.gpu) if args.gpu else None
-    check_precision(options.precision, args.backend)
+    check_precision(options.precision, args.backend, gpu)
 
     def size_of(options: BuildOptions) -> BuildSize:
         sources = source_graphs(target, drafter, options, rank_of(args.backend))
@@ -40,7 +42,12 @@ def run(
 
     size = size_of(options)
     console = Console()
-    console.print(_table(size, options, args.backend))
+    count = "1 sequence" if options.max_batch == 1 else f"{options.max_batch} sequences"
+    console.print(
+        f"{options.name}, {args.backend}, {count} of {options.max_seq_len} tokens",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(_table(size))
     console.print(f"peak memory where it runs: {_gb(size.device)}", highlight=False)
     console.print(f"peak host memory for weights: {_gb(size.host)}", highlight=False)
     if options.ranks > 1:
@@ -52,18 +59,18 @@ def run(
             soft_wrap=True,
         )
     if gpu:
-        console.print(verdict(size.device, gpu), highlight=False)
+        console.print(verdict(size.device, gpu), highlight=False, soft_wrap=True)
         told = ranks_that_fit(lambda ranks: size_of(replace(options, ranks=ranks)).device, gpu)
         console.print(told, highlight=False, soft_wrap=True)
+        console.print(_way_to(gpu, args), end="", highlight=False, soft_wrap=True)
+    elif args.backend != "cpu":
+        console.print(_where(size), highlight=False, soft_wrap=True)
     console.print(f"files: {', '.join(size.files)}", highlight=False, soft_wrap=True)
     return 0
 
 
-def _table(size: BuildSize, options: BuildOptions, backend: str) -> Table:
-    table = Table(
-        title=f"{options.name}, {backend}, {options.max_batch} sequences of {options.max_seq_len}",
-        box=SIMPLE,
-    )
+def _table(size: BuildSize) -> Table:
+    table = Table(box=SIMPLE)
     table.add_column("component")
     table.add_column("size", justify="right")
     for name, count in size.weights.items():
@@ -73,6 +80,24 @@ def _table(size: BuildSize, options: BuildOptions, backend: str) -> Table:
         table.add_row(f"keys and values: {name}", _gb(count))
     table.add_row("logits and features", _gb(size.work))
     return table
+
+
+def _way_to(gpu: Gpu, args: argparse.Namespace) -> str:
+    """What to build for `gpu`, where the plans described would not run on it."""
+    asked = build_tensorrt.asked_capabilities(args)
+    if args.backend != "cpu" and gpu.capability in asked:
+        return ""
+    backend = "tensorrt-rtx" if gpu.capability in CAPABILITIES["tensorrt-rtx"] else "tensorrt"
+    return (
+        f"{gpu.name} has compute capability {gpu.capability / 10:.1f}: plans for it come with "
+        f"--backend {backend} --compute-capability {gpu.capability / 10:.1f}\n"
+    )
+
+
+def _where(size: BuildSize) -> str:
+    """The GPUs on one of which it fits."""
+    names = [name for name, gpu in GPUS.items() if fits(size.device, gpu)]
+    return f"fits on one of: {', '.join(names)}" if names else "fits on no single GPU that is known"
 
 
 def _gb(count: float) -> str:

@@ -9,6 +9,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from dflash_trt.checkpoints import hub
 from dflash_trt.cli.build import checkpoints_of, recipe_of
 from dflash_trt.engines.tensorrt_add_weights import add_weights
 
@@ -37,7 +38,8 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     begin, console = perf_counter(), Console(stderr=True)
     recipe = recipe_of(args.target, args.drafter)
-    target, drafter = checkpoints_of(recipe, args.drafter, args.download)
+    download = args.download or hub.is_hub_id(args.target)
+    target, drafter = checkpoints_of(recipe, args.drafter, download)
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
     ) as bar:

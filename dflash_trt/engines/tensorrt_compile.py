@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx
 
+from dflash_trt.engines.memory import return_free_memory
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import api, plugins, readback, writer
 from dflash_trt.lowering.tensorrt.network import Network
@@ -43,13 +44,20 @@ def compile_all(request: dict[str, Any]) -> None:
         plan = PlanRequest.from_json(item["request"])
         say(stage="network", plan=plan.name)
         started, busy = time.monotonic(), time.process_time()
-        report, data = compiler.compile(plan)
-        Path(item["path"]).write_bytes(data)
+        report, size = compile_one(compiler, plan, Path(item["path"]))
+        return_free_memory()
         seconds, cpu_seconds = time.monotonic() - started, time.process_time() - busy
         say(
             report=report.to_json(), plan=plan.name, seconds=seconds, cpu_seconds=cpu_seconds,
-            peak_bytes=peak_bytes(), plan_bytes=len(data), compiler=trt.version,
+            peak_bytes=peak_bytes(), plan_bytes=size, compiler=trt.version,
         )  # fmt: skip
+
+
+def compile_one(compiler: Compiler, plan: PlanRequest, path: Path) -> tuple[NetworkReport, int]:
+    """Compile a plan into `path`; what was written and how many bytes. Nothing else stays."""
+    report, data = compiler.compile(plan)
+    path.write_bytes(data)
+    return report, len(data)
 
 
 def peak_bytes() -> int:

@@ -39,6 +39,7 @@ from dflash_trt.engines.directory import (
     new_directory,
     write_manifest,
 )
+from dflash_trt.engines.memory import PeakMemory, return_free_memory
 from dflash_trt.engines.tensorrt_build import PlanReport, compile_plans
 from dflash_trt.engines.tensorrt_weights import (
     FILE,
@@ -99,6 +100,7 @@ def build_tensorrt(
     if options.precision not in PRECISIONS:
         known = ", ".join(PRECISIONS)
         raise InputError(f"precision '{options.precision}': {own.backend} offers {known}")
+    api.check_units(options.precision, own.capabilities)
     if options.ranks > 1 and options.precision != "bf16":
         raise InputError(
             f"precision '{options.precision}': {own.backend} cuts a target over ranks in bf16 only "
@@ -111,7 +113,7 @@ def build_tensorrt(
         target, drafter, options, sources, backend=own.backend,
         requirements={own.backend: loaded.version}, versions=build_versions("onnx"),
     )  # fmt: skip
-    with new_directory(out) as folder:
+    with new_directory(out) as folder, PeakMemory() as memory:
         write_sources(folder, target, sources)
         graphs, drafted = (sources.target, sources.drafter), drafted_slots(options, drafter.config)
         quantised, kept = quantised_weights(sources, options.precision)
@@ -124,7 +126,7 @@ def build_tensorrt(
                 progress("quantise")
                 ranks, encoded = options.ranks, encoding.result()
                 _write_weights(folder, sources, ranks, reports, encoded, progress)
-        _write_plans(folder / PLANS_FILE, reports, own)
+        _write_plans(folder / PLANS_FILE, reports, own, memory.peak)
         progress("hash files")
         write_manifest(folder, manifest)
     return manifest, reports
@@ -195,18 +197,22 @@ def _write_weights(
         write_weights(path, own, _loader(sources, rank), say)
 
 
-def _write_plans(path: Path, reports: Sequence[PlanReport], own: TensorRTOptions) -> None:
+def _write_plans(
+    path: Path, reports: Sequence[PlanReport], own: TensorRTOptions, peak_bytes: int
+) -> None:
     content = {
         "backend": own.backend,
         "capabilities": list(own.capabilities),
         "chunk": own.chunk,
+        "peak_bytes": peak_bytes,
         "plans": [report.to_json() for report in reports],
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def read_plans(path: Path) -> dict[str, Any]:
-    """`plans.json` of an engine directory; `plans` holds the reports by name."""
+    """`plans.json` of an engine directory; `plans` holds the reports by name, `peak_bytes` is the
+    memory of the whole build, compiler and quantisation together."""
     content: dict[str, Any] = json.loads((path / PLANS_FILE).read_text())
     reports = [PlanReport.from_json(values) for values in content["plans"]]
     return {**content, "plans": {report.name: report for report in reports}}
@@ -300,13 +306,18 @@ def _encoded(
     own = {n for n in names if loader.export_precision(sources.weights[n]) == precision}
     for name in own:
         shelf.put(name, from_export(loader.stored(sources.weights[name])))
+
+    def done(name: str, weight: np.ndarray, peak: float) -> None:
+        shelf.put(name, encode(weight, precision, peak))
+        return_free_memory()  # the compiler needs it
+
     if names - own:
         calibrate_pair(
             sources.target, sources.drafter, names - own,
             lambda name: loader.load(sources.weights[name]),
-            _calibration_prompts(target, options), options.block, drafter.config.mask_id,
-            lambda name, weight, peak: shelf.put(name, encode(weight, precision, peak)),
+            _calibration_prompts(target, options), options.block, drafter.config.mask_id, done,
         )  # fmt: skip
+    return_free_memory()
     return shelf
 
 

@@ -18,6 +18,7 @@ from dflash_trt.engines.onnxruntime_build import (
 )
 from dflash_trt.engines.tensorrt_weights import FILE, RANK_FILE
 from dflash_trt.errors import InputError
+from dflash_trt.lowering.tensorrt.api import check_units
 from dflash_trt.lowering.tensorrt.attention import shape_with_sinks
 from dflash_trt.models.graph import Weight
 from dflash_trt.models.shards import share_of
@@ -33,14 +34,15 @@ _TEXT = ("tokenizer.json", "chat_template.jinja")
 @dataclass(frozen=True)
 class BuildSize:
     """Sizes in bytes. weights: by component; caches: keys and values of all slots; work: buffers
-    between the engines and logits; largest: the biggest weight as it is read, in fp32. Of several
+    between the engines and logits; host: peak of the weights that are held while they are read and
+    quantised, the program itself (0.3 GB) not counted. Of several
     ranks it is what one has (on the CPU rank 0, which has the drafter); `summed` and `gathered`:
     what it brings to each sum and gathering of a verify."""
 
     weights: Mapping[str, float]
     caches: Mapping[str, float]
     work: float
-    largest: float
+    host: float
     files: tuple[str, ...]
     summed: float
     gathered: float
@@ -53,11 +55,6 @@ class BuildSize:
     def device(self) -> float:
         """Peak where the engines run; scratch memory of the compiled programs is not known yet."""
         return self.stored + sum(self.caches.values()) + self.work
-
-    @property
-    def host(self) -> float:
-        """Peak while the weights file is written: one weight as read, and in its stored form."""
-        return 2 * self.largest
 
 
 def build_size(
@@ -77,12 +74,14 @@ def build_size(
     slots = options.block + drafted_slots(options, drafter)
     features = PREFILL_CHUNK * len(drafter.taps) * target.hidden_size
     work = options.max_batch * element * (slots * target.vocab_size + features)
-    largest = max(prod(w.shape) * _read_bytes(w) for w in sources.weights.values())
+    host = max(
+        prod(w.shape) * _held_bytes(w, options.precision, backend) for w in sources.weights.values()
+    )
     weights = _components(sources, options, backend)
     rows = options.max_batch * options.block
     files = _files(backend, options, 2 * target.num_layers + 2)
     sums = element * rows * target.hidden_size
-    return BuildSize(weights, caches, work, largest, files, sums, 8 * rows)
+    return BuildSize(weights, caches, work, host, files, sums, 8 * rows)
 
 
 def rank_of(backend: str) -> int | None:
@@ -101,8 +100,15 @@ def _cache_bytes(
     return 2.0 * c.num_layers * prod(shape) * (4 if backend == "cpu" else 2)
 
 
-def _read_bytes(weight: Weight) -> int:
-    return 1 if weight.kind in _BYTES_KINDS else 4
+def _held_bytes(weight: Weight, precision: str, backend: str) -> int:
+    """Per element: as stored in bf16; else in fp32, and of what is quantised three copies more on
+    the way. (A piece of calibration with several weights is smaller than the largest one.)"""
+    if weight.kind in _BYTES_KINDS:
+        return 1
+    if backend != "cpu" and precision == "bf16":
+        return 2
+    quantised = _element_bytes(weight, weight.model, precision, backend) not in (2.0, 4.0)
+    return 16 if quantised else 4
 
 
 def _components(sources: Sources, options: BuildOptions, backend: str) -> dict[str, float]:
@@ -152,7 +158,10 @@ def _files(backend: str, options: BuildOptions, segments: int) -> tuple[str, ...
     return (*(f"{plan}.engine" for plan in plans), FILE, *cut, "plans.json", *_ALWAYS, *_TEXT)
 
 
-def check_precision(precision: str, backend: str) -> None:
+def check_precision(precision: str, backend: str, gpu: Gpu | None = None) -> None:
+    """Refuse what the backend does not offer, and what the GPU has no units for."""
     known: Sequence[str] = tuple(CPU_PRECISIONS if backend == "cpu" else _TENSORRT)
     if precision not in known:
         raise InputError(f"precision '{precision}': {backend} offers {', '.join(known)}")
+    if gpu and backend != "cpu":
+        check_units(precision, (gpu.capability,))

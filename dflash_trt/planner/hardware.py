@@ -9,10 +9,12 @@ from dflash_trt.errors import InputError
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory: bytes; bandwidth: bytes/s; bf16, fp8, fp4: dense FLOP/s, 0 where there is no such unit;
-    link: bytes/s to the other GPUs of a node, 0 where there are none."""
+    """capability: such as 120 for compute capability 12.0; memory: bytes; bandwidth: bytes/s; bf16,
+    fp8, fp4: dense FLOP/s, 0 where there is no such unit; link: bytes/s to the other GPUs
+    of a node, 0 where there are none."""
 
     name: str
+    capability: int
     memory: float
     bandwidth: float
     bf16: float
@@ -33,13 +35,13 @@ _T, _G = 1e12, 1e9
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("h200", 141 * _G, 4.8 * _T, 989 * _T, 1979 * _T, 0, 0.9 * _T),
-        Gpu("b200", 180 * _G, 8.0 * _T, 2250 * _T, 4500 * _T, 9000 * _T, 1.8 * _T),
-        Gpu("b300", 288 * _G, 8.0 * _T, 2250 * _T, 4500 * _T, 13000 * _T, 1.8 * _T),
-        Gpu("gb200", 186 * _G, 8.0 * _T, 2500 * _T, 5000 * _T, 10000 * _T, 1.8 * _T),
-        Gpu("gb300", 288 * _G, 8.0 * _T, 2500 * _T, 5000 * _T, 15000 * _T, 1.8 * _T),
-        Gpu("rtx-pro-6000", 96 * _G, 1.79 * _T, 500 * _T, 1000 * _T, 2000 * _T),
-        Gpu("gb10", 128 * _G, 0.273 * _T, 125 * _T, 250 * _T, 500 * _T),
+        Gpu("h200", 90, 141 * _G, 4.8 * _T, 989 * _T, 1979 * _T, 0, 0.9 * _T),
+        Gpu("b200", 100, 180 * _G, 8.0 * _T, 2250 * _T, 4500 * _T, 9000 * _T, 1.8 * _T),
+        Gpu("b300", 103, 288 * _G, 8.0 * _T, 2250 * _T, 4500 * _T, 13000 * _T, 1.8 * _T),
+        Gpu("gb200", 100, 186 * _G, 8.0 * _T, 2500 * _T, 5000 * _T, 10000 * _T, 1.8 * _T),
+        Gpu("gb300", 103, 288 * _G, 8.0 * _T, 2500 * _T, 5000 * _T, 15000 * _T, 1.8 * _T),
+        Gpu("rtx-pro-6000", 120, 96 * _G, 1.79 * _T, 500 * _T, 1000 * _T, 2000 * _T),
+        Gpu("gb10", 121, 128 * _G, 0.273 * _T, 125 * _T, 250 * _T, 500 * _T),
     )
 }
 

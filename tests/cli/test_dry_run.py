@@ -31,6 +31,13 @@ def test_gpt_oss_120b(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fits" in out
     assert "does NOT fit" not in out
     assert "target.verify.engine" in out
+    assert "b200 has compute capability 10.0: plans for it come with --backend tensorrt" in out
+
+
+def test_a_gpu_that_the_plans_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = dry_run(capsys, "--target", "gpt-oss-20b", "--gpu", "gb10")
+    assert "fits: 16.0 GB of 128 GB on one gb10" in out
+    assert "has compute capability" not in out
 
 
 def test_a_rank_of_gpt_oss_120b(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +61,10 @@ def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "sentence"),
     [
         (["--gpu", "voodoo2"], "gpu 'voodoo2'"),
+        (
+            ["--precision", "nvfp4", "--gpu", "h200"],
+            "precision 'nvfp4': GPUs of compute capability 9.0 have no products in it",
+        ),
         (["--tp", 16], "tp 16: the target has 8 key/value heads"),
         (["--tp", 0], "tp 0: a target has at least one rank"),
         (["--precision", "int4"], "precision 'int4': tensorrt-rtx offers bf16, fp8, nvfp4"),

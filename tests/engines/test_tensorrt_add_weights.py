@@ -5,10 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dflash_trt.checkpoints import DrafterCheckpoint, open_drafter, open_target
 from dflash_trt.checkpoints.described import AbsentTensors, DescribedTarget
@@ -16,11 +22,11 @@ from dflash_trt.cli import main
 from dflash_trt.engines import tensorrt_directory
 from dflash_trt.engines.build import BuildOptions
 from dflash_trt.engines.directory import read_manifest, write_manifest
-from dflash_trt.engines.tensorrt_directory import TensorRTOptions, build_tensorrt, read_plans
+from dflash_trt.engines.tensorrt_directory import TensorRTOptions, build_tensorrt
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import Runtime
 from tests import tiny, tiny_gpt_oss
-from tests.engines.test_tensorrt_build import mapped, tensors_of
+from tests.engines.weights_file import check_weights_file
 
 pytest.importorskip("tensorrt_rtx", reason="pip install 'dflash-trt[tensorrt-rtx]'")
 
@@ -87,13 +93,7 @@ def test_the_directory_is_as_if_built_with_the_checkpoint(engine: Path, pair: Pa
     for field in dataclasses.fields(manifest):
         if field.name not in changed:
             assert getattr(manifest, field.name) == getattr(before, field.name), field.name
-    asked = [b for plan in read_plans(engine)["plans"].values() for b in plan.bindings]
-    sinks = {b.made_of[0] for b in asked if b.made_of[1] == "sinks"}
-    held = tensors_of(engine / "weights.safetensors")
-    assert set(held) == {b.name for b in asked if b.role == "weight"} | sinks
-    name = "model.layers.1.self_attn.o_proj.weight"
-    stored = mapped(engine / "weights.safetensors")["target.l1.attn.o.weight"].astype(np.float32)
-    assert np.array_equal(stored, target.tensors.read(name).T)
+    check_weights_file(engine, *pair)
 
 
 def test_another_checkpoint_is_refused(
@@ -103,6 +103,9 @@ def test_another_checkpoint_is_refused(
     changes = {"num_local_experts": 4, "num_experts_per_tok": 2}
     other = tiny_gpt_oss.tiny_gpt_oss(tmp_path / "experts", **changes)
     refused(capsys, engine, (other, drafter), "its experts is {'count': 4")
+    stretched = {**tiny_gpt_oss.YARN, "factor": 4.0}
+    other = tiny_gpt_oss.tiny_gpt_oss(tmp_path / "yarn", rope_scaling=stretched)
+    refused(capsys, engine, (other, drafter), "its rope is")
     other = tiny.tiny_drafter(tmp_path / "drafter", rope_theta=20000.0)
     refused(capsys, engine, (target, other), "its rope is")
     refused(
@@ -110,6 +113,25 @@ def test_another_checkpoint_is_refused(
     )
     llama = tiny.tiny_target(tmp_path / "llama")
     refused(capsys, engine, (llama, drafter), "its architecture is llama, the engine's gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda blocks: blocks[:, :-1].copy(), "[8, 63, 3, 16] cannot make target.l2.mlp.down"),
+        (lambda blocks: blocks.astype(ml_dtypes.bfloat16), "holds float32, not uint8"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_plans_are_refused(
+    engine: Path, pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    change: Callable[[np.ndarray], np.ndarray], sentence: str,
+) -> None:  # fmt: skip
+    """By the checkpoint's headers: its configuration says nothing else than the engine's."""
+    other = Path(shutil.copytree(pair[0], tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    name = "model.layers.2.mlp.experts.down_proj_blocks"
+    save_file({**tensors, name: change(tensors[name])}, other / "model.safetensors")
+    refused(capsys, engine, (other, pair[1]), sentence)
 
 
 def test_an_engine_that_needs_none_is_refused(
@@ -146,6 +168,37 @@ def test_a_run_that_fails_midway_leaves_the_plans(
     with pytest.raises(OSError, match="no space"):
         main(arguments(engine, *pair))
     assert content(engine) == before
+
+
+KILLED = """
+import os, sys, time
+from dflash_trt import cli
+from dflash_trt.engines import tensorrt_directory
+write, number = tensorrt_directory.write_weights, int(sys.argv.pop(1))
+def killed(*rest):
+    write(*rest)
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+tensorrt_directory.write_weights = killed
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_killed_leaves_the_plans(
+    engine: Path, pair: Pair, number: signal.Signals
+) -> None:
+    """Asked to end it takes away what it wrote; otherwise the next run does. It counts for nothing."""
+    before = content(engine)
+    command = [sys.executable, "-c", KILLED, str(int(number)), *arguments(engine, *pair)]
+    assert subprocess.run(command).returncode in (-number, 128 + number)
+    left = {name for name in content(engine) if name not in before}
+    assert all(name.startswith(".weights.partial/") for name in left)
+    assert bool(left) == (number == signal.SIGKILL)
+    assert {name: data for name, data in content(engine).items() if name in before} == before
+    assert main(arguments(engine, *pair)) == 0
+    check_weights_file(engine, *pair)
+    assert not [path for path in engine.iterdir() if path.name.startswith(".")]
 
 
 def test_build_names_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

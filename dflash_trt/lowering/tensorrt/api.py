@@ -17,6 +17,10 @@ CAPABILITIES = {
 }
 
 
+# The first compute capability with matrix products in a precision: Ampere, Ada, Blackwell.
+FIRST = {"bf16": 80, "fp8": 89, "nvfp4": 100}
+
+
 @dataclass(frozen=True)
 class Api:
     """A TensorRT module, the backend it stands for and the version that plans are tied to."""
@@ -60,3 +64,13 @@ def check_capabilities(backend: str, capabilities: tuple[int, ...]) -> None:
             )
     if not capabilities:
         raise InputError("no compute capability was given, for example 12.0")
+
+
+def check_units(precision: str, capabilities: tuple[int, ...]) -> None:
+    """Refuse a precision that a GPU has no matrix products for."""
+    for capability in capabilities:
+        if capability < FIRST[precision]:
+            raise InputError(
+                f"precision '{precision}': GPUs of compute capability {capability / 10:.1f} have no "
+                f"products in it, those of {FIRST[precision] / 10:.1f} and later do"
+            )
