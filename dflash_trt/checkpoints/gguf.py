@@ -64,14 +64,18 @@ class GgufTensors:
     def __init__(self, path: Path, reader: GGUFReader, config: TargetConfig) -> None:
         self.origin = str(path)
         self._path, self._data = path, reader.data
-        self._tensors = {huggingface_name(t.name): t for t in reader.tensors}
+        # Of the reader's own objects as little as is needed: they keep half its memory alive.
+        self._tensors = {
+            huggingface_name(t.name): (t.data, t.tensor_type, tuple(int(n) for n in t.shape[::-1]))
+            for t in reader.tensors
+        }
         self._heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(n) for n in reversed(self._tensors[name].shape))
+        return self._tensors[name][2]
 
     def dtype(self, name: str) -> np.dtype:
         return np.dtype(np.float32)
@@ -96,8 +100,8 @@ class GgufTensors:
             yield self._rows(name, begin, min(begin + step, shape[0]))
 
     def _rows(self, name: str, begin: int, end: int) -> np.ndarray:
-        tensor = self._tensors[name]
-        rows = dequantize(tensor.data[begin:end], tensor.tensor_type)
+        data, kind, _ = self._tensors[name]
+        rows = dequantize(data[begin:end], kind)
         # The library maps the file: pages that were read would count as memory of this process.
         self._data._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
         array = rows.astype(np.float32, copy=False)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.engines.memory import return_free_memory
 from dflash_trt.engines.plan import Expectations, Plan, check_plan
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.plan import Binding, PlanRequest
@@ -107,6 +108,7 @@ def compile_plans(
             Plan.read(files[plan.name]), _expectations(plan, report, capabilities), plan.name
         )
         reports.append(report)
+        return_free_memory()  # a plan's text is large, and the next one is being compiled
     return reports
 
 

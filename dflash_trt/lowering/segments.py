@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
+from dflash_trt.domain import COLLECTIVES, DOMAIN
 from dflash_trt.lowering.collective import Collective
 from dflash_trt.models.graph import SourceGraph
-from dflash_trt.ops import DOMAIN
-from dflash_trt.ops.collectives import COLLECTIVES
 
 
 @dataclass(frozen=True)

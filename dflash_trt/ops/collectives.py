@@ -20,13 +20,10 @@ import onnx
 from onnx import helper
 from onnxscript import script
 
-from dflash_trt.ops.domain import DFLASH, DOMAIN, OPSET
+from dflash_trt.domain import COLLECTIVES, DOMAIN
+from dflash_trt.ops.domain import DFLASH, OPSET
 
 op = OPSET
-
-COLLECTIVES = ("AllReduce", "AllGather")
-# Token ids travel as fp32, which holds every integer up to here.
-MOST_TOKENS = 1 << 24
 
 
 @script(DFLASH, default_opset=OPSET)

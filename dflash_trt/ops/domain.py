@@ -13,7 +13,8 @@ Shape letters used by every op in this folder:
 import onnx
 from onnxscript import values
 
-DOMAIN = "dflash"
+from dflash_trt.domain import DOMAIN
+
 VERSION = 1
 OPSET_VERSION = 24
 

@@ -122,6 +122,10 @@ def test_the_command_prints_the_report_and_leaves_nothing_behind(
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["prompts"] == 1
     assert f"engine {figures['perplexity']['engine']}" in capsys.readouterr().out
+    assert figures["top1_agreement"]["text"] < 1, (
+        "the engine's own quantisation is what is simulated"
+    )
+    assert figures["perplexity"]["engine"] != figures["perplexity"]["reference"]
     assert not any((tmp_path / "scratch").iterdir())
 
 

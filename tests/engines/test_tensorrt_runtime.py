@@ -171,12 +171,12 @@ def stand_in(pair, path, checkpoints):
     pair._allocate()
     own = TensorRTOptions("tensorrt-rtx", (120,), chunk=CHUNK)
     from dflash_trt.engines.build import source_graphs
-    from dflash_trt.engines.tensorrt_directory import _loader, with_room
+    from dflash_trt.engines.tensorrt_directory import with_room
 
     options = BuildOptions("tiny", block=BLOCK, precision="bf16", max_seq_len=64, max_batch=SLOTS)
     sources = source_graphs(*checkpoints, with_room(options, own))
     for name in sources.weights:
-        array = np.ascontiguousarray(_loader(sources)(name), np.float32)
+        array = np.ascontiguousarray(sources.loader.load(sources.weights[name]), np.float32)
         pair.stream.upload(pair.memory.allocate(name, array.nbytes), array)
 
 
@@ -273,6 +273,21 @@ def test_sampled_requests_get_what_the_cpu_engine_gives_them(gpu, cpu, folder, o
         assert len(mine.tokens) == 10
         for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
             np.testing.assert_allclose(a.logprob, b.logprob, atol=1e-4)
+
+
+@pytest.mark.parametrize("slots", [[1], [0, 1], [1, 0]])
+def test_logits_are_those_of_the_slot_that_was_asked_for(gpu, cpu, slots):
+    """Lanes of a call are no slots: a sampled sequence would be given its neighbour's logits."""
+    rows = []
+    for pair in (gpu, cpu):
+        for slot, prompt in enumerate(PROMPTS[:SLOTS]):
+            start(pair, slot, prompt)
+        pair.draft(slots, BLOCK - 1)
+        pair.verify(slots, BLOCK, logits=True)
+        found = [pair.logits[lane, row] for lane in range(len(slots)) for row in range(BLOCK)]
+        rows.append(np.array(found))
+    np.testing.assert_allclose(*rows, atol=1e-4)
+    assert np.abs(rows[0][0] - rows[0][-1]).max() > 0.1, "they differ from each other"
 
 
 def test_logits_cross_the_bus_row_by_row_and_for_sampled_requests_only(gpu, folder):

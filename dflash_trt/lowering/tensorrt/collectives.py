@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import onnx
 
+from dflash_trt.domain import MOST_TOKENS
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.network import Network
-from dflash_trt.ops.collectives import MOST_TOKENS
 
 
 def all_reduce(

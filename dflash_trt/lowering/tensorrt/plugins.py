@@ -14,10 +14,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from dflash_trt.domain import DOMAIN
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.network import CacheView, Network
 from dflash_trt.lowering.tensorrt.plan import PlanRequest
-from dflash_trt.ops import DOMAIN
 
 EXPERTS = "MixtureOfExperts"
 PLUGIN_OPS = ("KVInjection", "ConfidenceCommit", "SpeculativeVerify", EXPERTS)

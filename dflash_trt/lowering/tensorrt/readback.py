@@ -11,12 +11,11 @@ from typing import Any
 
 import onnx
 
+from dflash_trt.domain import COLLECTIVES, DOMAIN
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import plugins
 from dflash_trt.lowering.tensorrt.plan import PlanRequest
 from dflash_trt.lowering.tensorrt.standard import attributes
-from dflash_trt.ops import DOMAIN
-from dflash_trt.ops.collectives import COLLECTIVES
 
 
 def check_network(

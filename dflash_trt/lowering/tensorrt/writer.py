@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 from onnx import numpy_helper
 
+from dflash_trt.domain import DOMAIN
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import (
     attention,
@@ -19,7 +20,6 @@ from dflash_trt.lowering.tensorrt import (
 )
 from dflash_trt.lowering.tensorrt.network import TENSOR_TYPES, CacheView, Network
 from dflash_trt.lowering.tensorrt.plan import PlanRequest
-from dflash_trt.ops import DOMAIN
 
 OURS: dict[str, standard.Writer] = {
     "AllGather": collectives.all_gather,
