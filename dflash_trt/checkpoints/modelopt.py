@@ -107,7 +107,7 @@ class ModelOptTensors:
     def stored(self, name: str) -> StoredMatrix:
         """A quantised tensor as it is stored. (E4M3 is read as fp32; back it is the same bits.)"""
         array, scale = self._stored.read(name), self._stored.read(self._scale_of(name))
-        input_scale = self._input_scale(f"{name.removesuffix('.weight')}.input_scale")
+        input_scale = self.input_scale(name)
         if self._algo == "FP8":
             columns = np.broadcast_to(scale.reshape(-1), array.shape[:1])
             return StoredMatrix(array.astype(ml_dtypes.float8_e4m3fn), None, columns, input_scale)
@@ -125,7 +125,9 @@ class ModelOptTensors:
     def digest(self) -> str:
         return self._stored.digest()
 
-    def _input_scale(self, name: str) -> float:
+    def input_scale(self, name: str) -> float:
+        """What the activations that meet a quantised tensor are divided by."""
+        name = f"{name.removesuffix('.weight')}.input_scale"
         if name not in self._stored.names():
             raise InputError(f"{self.origin}: the tensor '{name}' is missing")
         scale = float(self._stored.read(name).reshape(()))

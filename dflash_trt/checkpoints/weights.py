@@ -97,6 +97,13 @@ class WeightLoader:
         source = self._sources[weight.model]
         return isinstance(source, ModelOptTensors) and all(map(source.is_quantised, weight.sources))
 
+    def check_scales(self, weight: Weight) -> None:
+        """Refuse a quantised weight whose activations have no scale, before anything is compiled."""
+        source = self._sources[weight.model]
+        assert isinstance(source, ModelOptTensors)
+        for name in weight.sources:
+            source.input_scale(name)
+
     def stored(self, weight: Weight) -> StoredMatrix:
         """A quantised weight [N, K] as the checkpoint holds it, parts on top of each other; they
         read the same activations, so the largest of their input scales holds for all."""

@@ -284,11 +284,11 @@ def quantised_weights(sources: Sources, precision: str) -> tuple[frozenset[str],
     if precision == "bf16":
         return frozenset(), frozenset()
     known = {name: w for name, w in sources.weights.items() if w.kind in QUANTISED_KINDS}
-    kept = frozenset(
-        name
-        for name, w in known.items()
-        if sources.loader.export_precision(w) == precision and not sources.loader.is_quantised(w)
-    )
+    loader = sources.loader
+    exported = {n: w for n, w in known.items() if loader.export_precision(w) == precision}
+    kept = frozenset(name for name, w in exported.items() if not loader.is_quantised(w))
+    for name in exported.keys() - kept:
+        loader.check_scales(known[name])
     return frozenset(known) - kept, kept
 
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_trt.checkpoints import open_target
 from dflash_trt.cli import main
+from dflash_trt.engines import tensorrt_build
 from dflash_trt.engines.build import BuildOptions, source_graphs
 from dflash_trt.engines.plan import Plan
 from dflash_trt.engines.tensorrt_directory import quantised_weights, read_plans
@@ -54,6 +55,22 @@ def raw(path, name):
 
 def bits(array):
     return np.ascontiguousarray(array).view(np.uint8)
+
+
+def test_a_missing_input_scale_is_named_before_anything_is_compiled(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tensorrt_build, "COMMAND", ("compiled, which it should not be",))
+    target = tmp_path / "target"
+    exported(target, "NVFP4")
+    path, name = target / "model.safetensors", f"{QKV[0]}.input_scale"
+    with safe_open(path, "numpy") as file:
+        names = [other for other in file.keys() if other != name]  # noqa: SIM118 (not a mapping)
+    save_file({other: raw(path, other) for other in names}, path)
+    drafter = tiny.tiny_drafter(tmp_path / "drafter")
+    arguments = ["build", "--target", target, "--drafter", drafter, "--backend", "tensorrt-rtx"]
+    arguments += ["-o", tmp_path / "e", "--max-seq-len", 64, "--block", 4]
+    assert main([str(a) for a in arguments]) == 2
+    assert f"the tensor '{name}' is missing" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "e").exists()
 
 
 @pytest.mark.parametrize("algo", ["FP8", "NVFP4"])
