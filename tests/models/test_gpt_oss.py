@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dflash_trt.checkpoints import open_target
 from tests import tiny, tiny_gpt_oss
@@ -40,6 +41,19 @@ def reference(folder: Path) -> torch.nn.Module:
 def test_logits_and_features(tmp_path: Path, changes: dict) -> None:
     """Rows in front of, across and behind the window of 8."""
     folder = tiny_gpt_oss.tiny_gpt_oss(tmp_path / "t", **changes)
+    ids = np.random.default_rng(0).integers(0, tiny.VOCAB, (3, 45))
+    parity.check_ragged(reference(folder), open_target(folder), ids, [1, 6, 37])
+
+
+def test_gates_and_ups_beyond_the_clamp(tmp_path: Path) -> None:
+    """Values of a plain random checkpoint never reach it; biases of eight do, on either side."""
+    folder = tiny_gpt_oss.tiny_gpt_oss(tmp_path / "t")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        if name.endswith("gate_up_proj_bias"):
+            tensors[name] = (40 * tensors[name].astype(np.float32)).astype(tensors[name].dtype)
+    save_file(tensors, path)
     ids = np.random.default_rng(0).integers(0, tiny.VOCAB, (3, 45))
     parity.check_ragged(reference(folder), open_target(folder), ids, [1, 6, 37])
 
