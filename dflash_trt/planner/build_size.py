@@ -22,6 +22,7 @@ from dflash_trt.lowering.tensorrt.api import check_units
 from dflash_trt.lowering.tensorrt.attention import shape_with_sinks
 from dflash_trt.models.graph import Weight
 from dflash_trt.models.shards import share_of
+from dflash_trt.planner.hardware import Gpu
 
 PREFILL_CHUNK = 128
 # Bytes per element of a weight: what it is stored in, its block scales included.
