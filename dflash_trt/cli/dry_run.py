@@ -51,9 +51,9 @@ def run(
     console.print(f"peak memory where it runs: {_gb(size.device)}", highlight=False)
     console.print(f"peak host memory for weights: {_gb(size.host)}", highlight=False)
     if options.ranks > 1:
-        sums = 2 * target.config.num_layers
+        sums, whose = 2 * target.config.num_layers, "rank 0" if args.backend == "cpu" else "each"
         console.print(
-            f"all of it on each of {options.ranks} ranks, which meet {sums + 1} times in a cycle: "
+            f"all of it on {whose} of {options.ranks} ranks, which meet {sums + 1} times in a cycle: "
             f"{sums} sums of {size.summed / 1e3:.1f} kB, a gathering of {size.gathered:.0f} bytes",
             highlight=False,
             soft_wrap=True,

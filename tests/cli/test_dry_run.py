@@ -52,6 +52,14 @@ def test_a_rank_of_gpt_oss_120b(capsys: pytest.CaptureFixture[str]) -> None:
     assert "; 8 fits (" in out
 
 
+def test_a_rank_on_the_cpu_is_the_one_with_the_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    """SmolLM2: one of three key heads, so 1024 + 128 rows of 64 numbers, twice in 30 layers."""
+    arguments = ("--target", "smollm2-135m", "--tp", 2, "--max-seq-len", 1024)
+    _, out, _ = dry_run(capsys, *arguments)
+    assert "all of it on rank 0 of 2 ranks, which meet 61 times in a cycle" in out
+    assert f"keys and values: target   {2 * 30 * 1152 * 64 * 4 / 1e6:6.1f} MB" in out
+
+
 def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--target", "gpt-oss-120b", "--gpu", "rtx-pro-6000", "--max-batch", 64)
     assert "does NOT fit" in dry_run(capsys, *arguments)[1]
