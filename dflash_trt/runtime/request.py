@@ -88,7 +88,8 @@ class Request:
         self._stop_ids = stop_ids
         self._max_seq_len = manifest.max_seq_len
         self._widest = (options.width or engines.widths[-1]) if options.draft else 1
-        self._drafter_ends = manifest.drafter.config.get("max_positions", manifest.capacity)
+        self._drafter_ends = _drafter_ends(engines)
+        self._drafts_only = 1 not in engines.widths
         self._stream, self._finder = codec.stream(prompt), StopFinder(options.stop)
         self._end: tuple[str, int | None] | None = None  # reason and stop id, known, perhaps untold
         self._engine_before = 0.0
@@ -121,7 +122,11 @@ class Request:
     def width(self) -> int:
         """Tokens of its longest block; 1 without drafting, also where the drafter's positions end."""
         context = len(self.prompt) + max(len(self.tokens) - 1, 0)
-        return self._widest if context + self._widest <= self._drafter_ends else 1
+        return self._widest if self._draftable(context) else 1
+
+    def _draftable(self, context: int) -> bool:
+        """Whether the drafter has positions for a block behind so many tokens."""
+        return context + self._widest <= self._drafter_ends
 
     @property
     def adaptive(self) -> bool:
@@ -159,7 +164,8 @@ class Request:
         """The tokens of one cycle. context: cached tokens; engine_seconds as in `begin`."""
         metrics = self.generation.metrics
         metrics.count(step)
-        self._take(step.committed, full=context + 1 >= self._max_seq_len)
+        ends = self._drafts_only and not self._draftable(context)
+        self._take(step.committed, full=ends or context + 1 >= self._max_seq_len)
         metrics.decode_seconds = perf_counter() - self._first_token
         metrics.engine_seconds = engine_seconds - self._engine_before
 
@@ -226,6 +232,13 @@ class Request:
         return held + self._finder.finish()
 
 
+def _drafter_ends(engines: EnginePair) -> int:
+    """Positions of the drafter."""
+    manifest = engines.manifest
+    ends: int = manifest.drafter.config.get("max_positions", manifest.capacity)
+    return ends
+
+
 def check_request(prompt: Sequence[int], options: GenerationOptions, engines: EnginePair) -> None:
     """Refuse what these engines cannot do."""
     manifest = engines.manifest
@@ -242,6 +255,12 @@ def check_request(prompt: Sequence[int], options: GenerationOptions, engines: En
         raise InputError(f"width {options.width}: this engine verifies {blocks[0]}{most} tokens")
     if not options.draft and 1 not in engines.widths:
         raise InputError("draft: this engine decodes no single tokens; build it with --step")
+    ends, block = _drafter_ends(engines), options.width or blocks[-1]
+    if 1 not in engines.widths and len(prompt) + block > ends:
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens, the drafter ends at {ends} with a block of "
+            f"{block}, and this engine decodes no single tokens; build it with --step"
+        )
     for what, ids in (
         ("the prompt", prompt),
         ("logit-bias", options.logit_bias),

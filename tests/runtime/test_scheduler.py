@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_trt.errors import InputError
 from dflash_trt.runtime.options import GenerationOptions
 from dflash_trt.runtime.request import Delta
 from dflash_trt.runtime.scheduler import QueueFullError, Scheduler
@@ -416,6 +417,28 @@ def test_no_block_reaches_beyond_the_drafters_positions(positions: int) -> None:
     engines = Reaching(skill=1.0, drafter_positions=positions)
     run_all(engines, [([1] * 10, GenerationOptions(60, ignore_eos=True))])
     assert positions - 6 < max(reached) <= positions
+
+
+@pytest.mark.parametrize("positions", range(36, 42))
+def test_an_engine_without_single_tokens_ends_where_its_drafter_does(positions: int) -> None:
+    """The request beside it goes on; a prompt with no room for a block is refused."""
+
+    class Blocks(ToyPair):
+        def verify(self, slots: Sequence[int], width: int, logits: bool = False) -> None:
+            assert width in self.widths
+            super().verify(slots, width, logits)
+
+    engines = Blocks(slots=2, drafter_positions=positions)
+    engines.widths = range(6, 7)
+    long, short = GenerationOptions(60, ignore_eos=True), GenerationOptions(12, ignore_eos=True)
+    ended, beside = run_all(engines, [([1] * 20, long), ([2] * 5, short)])
+    assert (ended.finish_reason, len(beside.tokens)) == ("length", 12)
+    whole = run_all(toy(stop_ids=()), [([1] * 20, long)])[0].tokens
+    assert ended.tokens == whole[: len(ended.tokens)]
+    assert positions - 6 < 20 + len(ended.tokens) - 1 <= positions
+    Driven(engines, [1] * (positions - 6), long)
+    with pytest.raises(InputError, match=f"drafter ends at {positions} with a block of 6"):
+        Driven(engines, [1] * (positions - 5), long)
 
 
 def test_a_failing_engine_ends_every_request_with_its_error() -> None:
