@@ -126,7 +126,11 @@ _HOST: Columns = (
     ("batch", "cycle ms: text after", "beside", "host ms: text after", "beside"),
     lambda row: (
         row["batch"],
-        *(row["host"][way][time] for time in ("cycle_ms", "host_ms") for way in row["host"]),
+        *(
+            row["host"].get(way, {}).get(time, "-")  # short answers may have no cycle of one way
+            for time in ("cycle_ms", "host_ms")
+            for way in ("after", "beside")
+        ),
     ),
 )
 

@@ -70,11 +70,14 @@ def run(args: argparse.Namespace) -> int:
 def _shares(path: Path) -> list[float]:
     try:
         shares = json.loads(path.read_text(encoding="utf-8"))["acceptance_per_slot"]
-        return [float(share) for share in shares]
+        found = [float(share) for share in shares]
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(
             f"{path}: holds no acceptance_per_slot, as bench --json writes it"
         ) from None
+    if not all(0 <= share <= 1 for share in found):
+        raise InputError(f"{path}: acceptance_per_slot holds a share outside 0 to 1")
+    return found
 
 
 def _table(setting: Setting, both: Curves, tau: float) -> Table:
@@ -126,6 +129,9 @@ def _best(setting: Setting, shares: Sequence[float]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for batch in BATCHES:
         b = best(replace(setting, batch=batch), shares)
+        if b is None:
+            table.add_row(str(batch), "does not fit", "-", "-", "-")
+            continue
         block = "plain" if b.block == 1 else str(b.block)
         rate = f"{b.rate / setting.ranks:.0f}"
         table.add_row(str(batch), block, f"{b.tau:.2f}", b.precision, rate)

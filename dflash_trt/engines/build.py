@@ -21,6 +21,7 @@ from dflash_trt.engines.directory import (
     Identity,
     Manifest,
     build_versions,
+    multiplies_bytes,
     new_directory,
     write_manifest,
 )
@@ -54,16 +55,15 @@ class CpuPrecision:
 
 
 # The target's precision decides the output, the drafter's only how often it is right: even the fp32
-# engine drafts in int8, and in the faster of two forms. lm_head is over a fifth of the bytes of a
-# small model: the int8 engine has one for target and drafter.
+# engine drafts in int8, and in the faster of two forms where this CPU can. lm_head is over a fifth of
+# the bytes of a small model: the int8 engine has one for target and drafter.
+_BYTES = {"projection": BLOCKS8, "lm_head": BLOCKS8}
+_NIBBLES = {"projection": BLOCKS4, "lm_head": BLOCKS4}
+_DRAFT = COLUMNS8 if multiplies_bytes() else BLOCKS8
 CPU_PRECISIONS: Mapping[str, CpuPrecision] = {
-    "fp32": CpuPrecision({}, {"projection": COLUMNS8, "lm_head": COLUMNS8}),
-    "int8": CpuPrecision(
-        {"projection": BLOCKS8, "lm_head": BLOCKS8}, {"projection": COLUMNS8, "lm_head": BLOCKS8}
-    ),
-    "int4": CpuPrecision(
-        {"projection": BLOCKS4, "lm_head": BLOCKS4}, {"projection": COLUMNS8, "lm_head": COLUMNS8}
-    ),
+    "fp32": CpuPrecision({}, {"projection": _DRAFT, "lm_head": _DRAFT}),
+    "int8": CpuPrecision(_BYTES, {"projection": _DRAFT, "lm_head": BLOCKS8}),
+    "int4": CpuPrecision(_NIBBLES, {"projection": _DRAFT, "lm_head": _DRAFT}),
 }
 
 

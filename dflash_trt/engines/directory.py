@@ -90,6 +90,13 @@ def cpu_kind() -> str:
     return " ".join([platform.machine(), *(name for name in wanted if name in present)])
 
 
+def multiplies_bytes() -> bool:
+    """Whether this machine adds products of unsigned and signed bytes in 32 bits. On x86 that takes
+    VNNI or AMX; without them pairs are added in 16 bits first, which overflow."""
+    kind = cpu_kind()
+    return not kind.startswith(("x86_64", "AMD64")) or "vnni" in kind or "amx_int8" in kind
+
+
 def digest_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,14 +18,15 @@ from onnx import TensorProto, helper, numpy_helper
 
 from dflash_trt.models.graph import SourceGraph, Weight
 from dflash_trt.ops import DOMAIN
-from dflash_trt.quantization.integers import BLOCK, BLOCKS4, COLUMNS8, IntegerForm
+from dflash_trt.quantization.integers import BLOCK, COLUMNS8, IntegerForm
 
 CONTRIB = "com.microsoft"
 
 
 @dataclass
 class Lowering:
-    """The state of one lowering; rules append to `nodes` and count themselves in `fired`."""
+    """The state of one lowering; rules append to `nodes` and count themselves in `fired`. `made`:
+    what several nodes share and is there already."""
 
     source: SourceGraph
     forms: Mapping[str, IntegerForm]
@@ -33,7 +34,7 @@ class Lowering:
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
     fired: Counter[str] = field(default_factory=Counter)
     producers: dict[str, onnx.NodeProto] = field(default_factory=dict)
-    skipped: set[str] = field(default_factory=set)
+    made: set[str] = field(default_factory=set)
     weights: dict[str, Weight] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -128,7 +129,7 @@ def _matmul(state: Lowering, node: onnx.NodeProto) -> bool:
     inner, outer = weight.shape
     state.emit(
         "MatMulNBits", [node.input[0], *form.labels(weight.name)], list(node.output), CONTRIB,
-        K=inner, N=outer, bits=4 if form is BLOCKS4 else 8, block_size=BLOCK, accuracy_level=4,
+        K=inner, N=outer, bits=form.bits, block_size=BLOCK, accuracy_level=4,
     )  # fmt: skip
     return True
 
@@ -139,8 +140,8 @@ def _matmul_by_rows(state: Lowering, x: str, stored: list[str], out: str) -> Non
     q, scale = stored
     rounded, largest = f"{x}.rounded", f"{x}.largest"
     step, zero = state.scalar(np.float32(1 / 127)), state.scalar(np.uint8(128))
-    if rounded not in state.skipped:
-        state.skipped.add(rounded)
+    if rounded not in state.made:
+        state.made.add(rounded)
         size = state.emit("Abs", [x], [f"{x}.size"])
         size = state.emit("ReduceMax", [size, state.ints(-1)], [f"{x}.row_size"], keepdims=1)
         state.emit("Max", [size, state.scalar(np.float32(1e-30))], [largest])
@@ -198,8 +199,8 @@ def _cached_attention(state: Lowering, node: onnx.NodeProto) -> bool:
 def _sequence_lengths(state: Lowering, lengths: str, rows: str) -> tuple[str, str]:
     """GroupQueryAttention's last valid index per sequence, and the longest length, as int32."""
     last, longest = f"{lengths}.last", f"{lengths}.total"
-    if longest not in state.skipped:
-        state.skipped.add(longest)
+    if longest not in state.made:
+        state.made.add(longest)
         size = state.emit("Shape", [rows], [f"{lengths}.rows"], start=1, end=2)
         size = state.emit("Cast", [size], [f"{lengths}.size"], to=TensorProto.INT32)
         total = state.emit("Add", [lengths, size], [f"{lengths}.after"])

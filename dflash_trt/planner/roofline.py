@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import hypot
 
 from dflash_trt.errors import InputError
+from dflash_trt.lowering.tensorrt.api import FIRST
 from dflash_trt.planner.acceptance import acceptance_length
 from dflash_trt.planner.fit import fits
 from dflash_trt.planner.hardware import Gpu
@@ -241,12 +242,12 @@ class Best:
     rate: float
 
 
-def best(setting: Setting, shares: Sequence[float]) -> Best:
+def best(setting: Setting, shares: Sequence[float]) -> Best | None:
     """Block length and precision with the most output tokens per second at this batch, among blocks
-    that acceptance is known for and precisions that fit the memory. What a precision does to answers
-    and acceptance is not modelled."""
+    that acceptance is known for and precisions that can be built and fit the memory; None where
+    none does. What a precision does to answers and acceptance is not modelled."""
     found = []
-    for precision in BITS:
+    for precision in _buildable(setting):
         s = replace(setting, precision=precision)
         if not fits(memory_needed(s), s.gpu):
             continue
@@ -255,6 +256,11 @@ def best(setting: Setting, shares: Sequence[float]) -> Best:
             modelled = cycle(replace(s, block=block), tau)
             found.append(Best(s.batch, block, precision, tau, modelled.dflash_rate))
         found.append(Best(s.batch, 1, precision, 1.0, modelled.plain_rate))
-    if not found:
-        raise InputError(f"{setting.plan.name}: fits {setting.gpu.name} in no precision")
-    return max(found, key=lambda b: b.rate)
+    return max(found, key=lambda b: b.rate, default=None)
+
+
+def _buildable(s: Setting) -> tuple[str, ...]:
+    """Experts stay in the format of the checkpoint; dense targets need units of the GPU."""
+    if s.plan.target.experts:
+        return (s.plan.precision,)
+    return tuple(p for p, first in FIRST.items() if s.gpu.capability >= first)

@@ -3,8 +3,9 @@
 Blocks (8 or 4 bits) have the layout of ONNX Runtime's MatMulNBits: 32 consecutive inputs of one
 output share a scale and a zero point (asymmetric), and activations are rounded block by block too.
 Columns (8 bits, symmetric) have one scale per output, activations one per row: a product is one
-integer dot product, which makes a block's rows two to three times as fast as with blocks where the
-CPU has units for it (VNNI, AMX), and rounds half as much again.
+integer dot product, which makes a block's rows two to three times as fast as with blocks, and rounds
+half as much again. That is for CPUs with units for it: without VNNI or AMX an x86 CPU adds pairs of
+products in 16 bits, which overflow.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ BLOCK = 32
 class IntegerForm:
     """One way to store a weight [K, N] fp32. K must be a multiple of 32 for blocks.
 
-    name: suffix of the arrays' names; parts: the arrays in the order that nodes read them;
+    name: suffix of the arrays' names; bits: of a weight; parts: the arrays in the order that nodes read them;
     element_bytes: stored bytes per weight; quantize: makes the arrays.
     """
 
     name: str
+    bits: int
     parts: tuple[str, ...]
     element_bytes: float
     quantize: Callable[[np.ndarray], tuple[np.ndarray, ...]]
@@ -73,6 +75,6 @@ def _columns8(weight: np.ndarray) -> tuple[np.ndarray, ...]:
     return np.rint(weight / scale).astype(np.int8), scale
 
 
-BLOCKS8 = IntegerForm("blocks8", ("q", "scale", "zero"), 1 + 5 / BLOCK, _blocks8)
-BLOCKS4 = IntegerForm("blocks4", ("q", "scale", "zero"), 0.5 + 4.5 / BLOCK, _blocks4)
-COLUMNS8 = IntegerForm("columns8", ("q", "scale"), 1.0, _columns8)
+BLOCKS8 = IntegerForm("blocks8", 8, ("q", "scale", "zero"), 1 + 5 / BLOCK, _blocks8)
+BLOCKS4 = IntegerForm("blocks4", 4, ("q", "scale", "zero"), 0.5 + 4.5 / BLOCK, _blocks4)
+COLUMNS8 = IntegerForm("columns8", 8, ("q", "scale"), 1.0, _columns8)

@@ -265,10 +265,17 @@ def fit(trainer: Trainer, options: FitOptions) -> dict[str, Acceptance]:
 
 
 def _forget_after(curve: Path, step: int) -> None:
-    """Drop the rows of steps that a killed run took behind its last checkpoint: they come again."""
-    if curve.is_file():
-        head, *rows = curve.read_text().splitlines(keepends=True)
-        curve.write_text("".join([head, *(r for r in rows if int(r.split(",", 1)[0]) <= step)]))
+    """Drop the rows of steps that a killed run took behind its last checkpoint (they come again),
+    and a row that it did not finish."""
+    if not curve.is_file():
+        return
+    whole = [line for line in curve.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    kept = whole[:1] + [row for row in whole[1:] if int(row.split(",", 1)[0]) <= step]
+    if kept:
+        curve.with_suffix(".tmp").write_text("".join(kept))
+        curve.with_suffix(".tmp").replace(curve)
+    else:
+        curve.unlink()
 
 
 def _measure_point(

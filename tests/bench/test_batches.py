@@ -64,7 +64,7 @@ def test_rows(engine: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.M
         assert set(row["tokens_per_second"]) == {"autoregressive", "dflash", "adaptive"}
         assert min(row["tokens_per_second"].values()) > 0
         assert row["acceptance_length"] == one["acceptance_length"] >= 1
-        assert 0 < row["drafts_per_cycle"] < 3  # widths 4, 2 and 1 were tried
+        assert 0 <= row["drafts_per_cycle"] <= 3  # widths are 4, 2 and 1; all may be the fastest
         assert set(row["host"]) == {"after", "beside"}
         for times in row["host"].values():
             assert 0 < times["host_ms"] < times["cycle_ms"]

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
-from dflash_trt.engines import build
+from dflash_trt.engines import build, directory
 from dflash_trt.engines.build import BuildOptions, build_cpu
 from dflash_trt.engines.directory import MANIFEST, read_manifest
 from dflash_trt.engines.onnxruntime import OnnxRuntimePair
@@ -46,10 +46,27 @@ def test_lm_head_is_stored_once(tiny_checkpoints: Pair, tmp_path: Path) -> None:
     places = []
     for name in ("target", "drafter"):
         model = onnx.load(tmp_path / "e" / f"{name}.onnx", load_external_data=False)
-        (head,) = [t for t in model.graph.initializer if t.name == "lm_head.weight.q8"]
+        (head,) = [t for t in model.graph.initializer if t.name == "lm_head.weight.q.blocks8"]
         places.append({e.key: e.value for e in head.external_data})
     assert places[0] == places[1]
     assert any(key.startswith("prepacked_") for key in places[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "multiplies"),
+    [
+        ("x86_64 avx2", False),
+        ("x86_64 avx2 avx512f", False),
+        ("x86_64 avx2 avx_vnni", True),
+        ("x86_64 avx2 avx512f avx512_vnni amx_int8", True),
+        ("aarch64", True),
+    ],
+)
+def test_bytes_are_multiplied_where_sums_do_not_overflow(
+    kind: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "cpu_kind", lambda: kind)
+    assert directory.multiplies_bytes() is multiplies
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "target.onnx", "tokenizer.json"])

@@ -18,11 +18,11 @@ from dflash_trt.planner.calibration import (
     modelled_speedup,
 )
 from dflash_trt.planner.fit import fits, ranks_that_fit
-from dflash_trt.planner.hardware import find_gpu
+from dflash_trt.planner.hardware import GPUS, find_gpu
 from dflash_trt.planner.interactivity import CurvePoint, curves, throughput_at
 from dflash_trt.planner.published import POINTS, RATIOS, Point, Ratio
 from dflash_trt.planner.roofline import Setting, best, cycle, memory_needed
-from dflash_trt.planner.shapes import find_plan
+from dflash_trt.planner.shapes import PLANS, find_plan
 
 
 def setting(plan: str = "qwen3-8b", gpu: str = "b200", **changes: object) -> Setting:
@@ -132,16 +132,36 @@ def test_the_fastest_block_and_precision() -> None:
     rates = [
         cycle(setting(batch=128, block=b, precision=p), acceptance_length(shares, b)).dflash_rate
         for b in range(2, 17)
-        for p in ("bf16", "fp8", "nvfp4", "mxfp4")
+        for p in ("bf16", "fp8", "nvfp4")
     ]
+    alone = best(setting(batch=1), shares)
+    assert found
+    assert alone
     assert found.rate == max(rates)
-    assert 1 < found.block < best(setting(batch=1), shares).block
+    assert 1 < found.block < alone.block
     nothing = best(setting(batch=8), from_length(1.0, 16))
+    assert nothing
     assert (nothing.block, nothing.tau) == (1, 1.0)
-    small = replace(find_gpu("gb10"), memory=12e9)
-    assert best(replace(setting(), gpu=small), shares).precision in ("nvfp4", "mxfp4")
-    with pytest.raises(InputError, match="qwen3-8b: fits gb10 in no precision"):
-        best(replace(setting(), gpu=replace(small, memory=1e9)), shares)
+    small = best(replace(setting(), gpu=replace(find_gpu("gb10"), memory=12e9)), shares)
+    assert small
+    assert small.precision == "nvfp4"
+    assert best(replace(setting(), gpu=replace(find_gpu("gb10"), memory=1e9)), shares) is None
+    older = best(replace(setting(), gpu=find_gpu("h200")), shares)
+    assert older
+    assert older.precision == "fp8"
+    experts = best(replace(setting(), plan=find_plan("gpt-oss-120b")), shares)
+    assert experts
+    assert experts.precision == "mxfp4"
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("target", PLANS)
+def test_every_target_can_be_planned_on_every_gpu(
+    target: str, gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where large batches, or the target itself, do not fit."""
+    assert main(["plan", "--target", target, "--gpu", gpu, "--tau", "3"]) == 0
+    assert "MODELLED: fastest block and precision" in capsys.readouterr().out
 
 
 def test_more_of_anything_takes_longer() -> None:

@@ -81,6 +81,8 @@ def test_the_curve_of_a_resumed_run_is_that_of_a_whole_one(tmp_path):
     fit(one, options)
     one.done = 5
     fit_module._measure_point(one, options, [(1.0, 1.0)], 0.0)
+    with (options.folder / "curve.csv").open("a") as file:
+        file.write("4")  # killed in a row
     again = trainer(tmp_path / "b", steps=4)
     fit(again, replace(options, resume=True))
     steps = [line.split(",")[0] for line in (options.folder / "curve.csv").open()]

@@ -9,14 +9,12 @@ from types import ModuleType
 from dflash_trt.errors import InputError
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-# Compute capabilities that each backend can compile for. The full package compiles for the GPU it
-# runs on, and its libraries come with the GPU's software.
+# Compute capabilities that each backend can compile for and that have matrix products in bf16. The
+# full package compiles for the GPU it runs on, and its libraries come with the GPU's software.
 CAPABILITIES = {
     "tensorrt": (90, 100, 103, 120, 121),
-    "tensorrt-rtx": (75, 80, 86, 89, 120, 121),
+    "tensorrt-rtx": (80, 86, 89, 120, 121),
 }
-
-
 # The first compute capability with matrix products in a precision: Ampere, Ada, Blackwell.
 FIRST = {"bf16": 80, "fp8": 89, "nvfp4": 100}
 
