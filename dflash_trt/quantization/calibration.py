@@ -15,6 +15,7 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
+from dflash_trt.errors import InputError
 from dflash_trt.models.graph import SourceGraph
 
 Feeds = Mapping[str, np.ndarray]
@@ -163,7 +164,15 @@ def calibrate_pair(
     mask_id: int,
     done: Done,
 ) -> None:
-    """Prefill each prompt [S] int64 on the target, inject its features and draft one block."""
+    """Prefill each prompt [S] int64 on the target, inject its features and draft one block.
+
+    Raises `InputError` before anything is run where a weight would get no peak.
+    """
+    nodes = [*target.model.graph.node, *drafter.model.graph.node]
+    for name in sorted(set(weights) - watched(nodes, weights).keys()):
+        raise InputError(
+            f"weight '{name}': nothing is multiplied with it, so it cannot be quantised"
+        )
     prefills = [
         {
             "tokens": prompt[None],
