@@ -118,14 +118,15 @@ def build_tensorrt(
         graphs, drafted = (sources.target, sources.drafter), drafted_slots(options, drafter.config)
         quantised, kept = quantised_weights(sources, options.precision)
         plans = pair_plans(*graphs, folder / "source", options, own, drafted, kept)
-        with ThreadPoolExecutor(1) as beside:  # the compiler, a process of its own, takes one core
+        # The compiler, a process of its own, takes one core.
+        with Shelf(folder) as shelf, ThreadPoolExecutor(1) as beside:
             wanted = quantised if own.weights else frozenset()
-            encoding = beside.submit(_encoded, folder, target, drafter, sources, options, wanted)
+            encoding = beside.submit(_encode, shelf, target, drafter, sources, options, wanted)
             reports = compile_plans(plans, folder, own.backend, own.capabilities, progress)
             if own.weights:
                 progress("quantise")
-                ranks, encoded = options.ranks, encoding.result()
-                _write_weights(folder, sources, ranks, reports, encoded, progress)
+                encoding.result()
+                _write_weights(folder, sources, options.ranks, reports, shelf, progress)
         _write_plans(folder / PLANS_FILE, reports, own, memory.peak)
         progress("hash files")
         write_manifest(folder, manifest)
@@ -168,8 +169,9 @@ def write_weights_of(
             f"build the engine again"
         )
     progress("quantise" if quantised else "weights")
-    encoded = _encoded(folder, target, drafter, sources, options, quantised)
-    _write_weights(folder, sources, options.ranks, reports, encoded, progress)
+    with Shelf(folder) as shelf:
+        _encode(shelf, target, drafter, sources, options, quantised)
+        _write_weights(folder, sources, options.ranks, reports, shelf, progress)
 
 
 def _write_weights(
@@ -287,24 +289,24 @@ def quantised_weights(sources: Sources, precision: str) -> tuple[frozenset[str],
     loader = sources.loader
     exported = {n: w for n, w in known.items() if loader.export_precision(w) == precision}
     kept = frozenset(name for name, w in exported.items() if not loader.is_quantised(w))
-    for name in exported.keys() - kept:
+    for name in sorted(exported.keys() - kept):
         loader.check_scales(known[name])
     return frozenset(known) - kept, kept
 
 
-def _encoded(
-    folder: Path,
+def _encode(
+    shelf: Shelf,
     target: TargetCheckpoint,
     drafter: DrafterCheckpoint,
     sources: Sources,
     options: BuildOptions,
     names: frozenset[str],
-) -> Shelf:
-    """The quantised weights, laid aside in `folder`: those of an export in this precision with its
-    scales, the others quantised here, with activation scales from a calibration."""
-    loader, precision, shelf = sources.loader, options.precision, Shelf(folder)
+) -> None:
+    """Put the quantised weights on `shelf`: those of an export in this precision with its scales,
+    the others quantised here, with activation scales from a calibration."""
+    loader, precision = sources.loader, options.precision
     own = {n for n in names if loader.export_precision(sources.weights[n]) == precision}
-    for name in own:
+    for name in sorted(own):
         shelf.put(name, from_export(loader.stored(sources.weights[name])))
 
     def done(name: str, weight: np.ndarray, peak: float) -> None:
@@ -318,7 +320,6 @@ def _encoded(
             _calibration_prompts(target, options), options.block, drafter.config.mask_id, done,
         )  # fmt: skip
     return_free_memory()
-    return shelf
 
 
 def _calibration_prompts(target: TargetCheckpoint, options: BuildOptions) -> list[np.ndarray]:

@@ -125,11 +125,18 @@ _Place = tuple[int, np.dtype, tuple[int, ...]]  # offset in the file, type and s
 
 class Shelf:
     """Quantised weights between their making and their writing: in a file of `folder` that has no
-    name, so that they are neither in memory nor left behind."""
+    name, so that they are neither in memory nor left behind. (On NFS it has one until it is closed:
+    a block that uses a shelf ends before the files of `folder` are counted.)"""
 
     def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (lives on)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (see __exit__)
         self._known: dict[str, tuple[dict[str, _Place], np.ndarray, float]] = {}
+
+    def __enter__(self) -> Shelf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
@@ -149,7 +156,8 @@ class Shelf:
 
     def _read(self, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         self._file.seek(offset)
-        return np.fromfile(self._file, np.uint8, prod(shape)).view(dtype).reshape(shape)
+        size = prod(shape) * dtype.itemsize
+        return np.fromfile(self._file, np.uint8, size).view(dtype).reshape(shape)
 
 
 def make_parts(
