@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -57,7 +59,7 @@ from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import api
 from dflash_trt.lowering.tensorrt.linear import QUANTISED_KINDS
 from dflash_trt.lowering.tensorrt.plan import PRECISIONS, PlanRequest, Range
-from dflash_trt.models.graph import SourceGraph
+from dflash_trt.models.graph import SourceGraph, Weight
 from dflash_trt.quantization.calibration import calibrate_pair
 
 PLANS_FILE = "plans.json"
@@ -119,10 +121,19 @@ def build_tensorrt(
         quantised, kept = quantised_weights(sources, options.precision)
         plans = pair_plans(*graphs, folder / "source", options, own, drafted, kept)
         # The compiler, a process of its own, takes one core.
-        with Shelf(folder) as shelf, ThreadPoolExecutor(1) as beside:
+        with Shelf(folder) as shelf, ThreadPoolExecutor(1) as beside, _set_if_failed() as stop:
             wanted = quantised if own.weights else frozenset()
-            encoding = beside.submit(_encode, shelf, target, drafter, sources, options, wanted)
-            reports = compile_plans(plans, folder, own.backend, own.capabilities, progress)
+            encoding = beside.submit(
+                _encode, shelf, target, drafter, sources, options, wanted, stop
+            )
+
+            def watching(what: str) -> None:
+                """Between two stages of the compiler: no plan is of use if the encoding has failed."""
+                if encoding.done():
+                    encoding.result()
+                progress(what)
+
+            reports = compile_plans(plans, folder, own.backend, own.capabilities, watching)
             if own.weights:
                 progress("quantise")
                 encoding.result()
@@ -131,6 +142,17 @@ def build_tensorrt(
         progress("hash files")
         write_manifest(folder, manifest)
     return manifest, reports
+
+
+@contextmanager
+def _set_if_failed() -> Iterator[Event]:
+    """An event for a thread beside the block, which is to stop where the block fails or is ended."""
+    stop = Event()
+    try:
+        yield stop
+    except BaseException:
+        stop.set()
+        raise
 
 
 def with_room(options: BuildOptions, own: TensorRTOptions) -> BuildOptions:
@@ -170,7 +192,7 @@ def write_weights_of(
         )
     progress("quantise" if quantised else "weights")
     with Shelf(folder) as shelf:
-        _encode(shelf, target, drafter, sources, options, quantised)
+        _encode(shelf, target, drafter, sources, options, quantised, Event())
         _write_weights(folder, sources, options.ranks, reports, shelf, progress)
 
 
@@ -301,13 +323,21 @@ def _encode(
     sources: Sources,
     options: BuildOptions,
     names: frozenset[str],
+    stop: Event,
 ) -> None:
     """Put the quantised weights on `shelf`: those of an export in this precision with its scales,
-    the others quantised here, with activation scales from a calibration."""
+    the others quantised here, with activation scales from a calibration. Raises `CancelledError`
+    in front of the next weight that is read once `stop` is set."""
     loader, precision = sources.loader, options.precision
+
+    def weight_of(name: str) -> Weight:
+        if stop.is_set():
+            raise CancelledError
+        return sources.weights[name]
+
     own = {n for n in names if loader.export_precision(sources.weights[n]) == precision}
     for name in sorted(own):
-        shelf.put(name, from_export(loader.stored(sources.weights[name])))
+        shelf.put(name, from_export(loader.stored(weight_of(name))))
 
     def done(name: str, weight: np.ndarray, peak: float) -> None:
         shelf.put(name, encode(weight, precision, peak))
@@ -316,7 +346,7 @@ def _encode(
     if names - own:
         calibrate_pair(
             sources.target, sources.drafter, names - own,
-            lambda name: loader.load(sources.weights[name]),
+            lambda name: loader.load(weight_of(name)),
             _calibration_prompts(target, options), options.block, drafter.config.mask_id, done,
         )  # fmt: skip
     return_free_memory()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import tempfile
+from threading import Event
+from time import sleep
 
 import numpy as np
+import pytest
 
 from dflash_trt.engines import tensorrt_directory, tensorrt_weights
 from dflash_trt.engines.build import BuildOptions
 from dflash_trt.engines.directory import read_manifest
 from dflash_trt.engines.tensorrt_directory import TensorRTOptions, build_tensorrt, read_plans
 from dflash_trt.engines.tensorrt_weights import Encoded, Shelf
+from dflash_trt.errors import InputError
+from dflash_trt.quantization import calibration
 from tests.engines.conftest import BLOCK, CHUNK, SLOTS
 
 OPTIONS = BuildOptions("tiny", BLOCK, "fp8", max_seq_len=64, max_batch=SLOTS)
@@ -43,3 +48,51 @@ def test_a_shelf_is_no_file_of_the_engine(tiny_plans, tiny_checkpoints, tmp_path
     assert read_manifest(tmp_path / "e").files.keys() == {
         name for name in known if not name.endswith(".engine")
     }
+
+
+@pytest.fixture
+def build(tiny_checkpoints, tmp_path, monkeypatch):
+    """A build with another compiler and another way to quantise; pieces of one weight."""
+    pytest.importorskip("tensorrt_rtx", reason="pip install 'dflash-trt[tensorrt-rtx]'")
+    monkeypatch.setattr(calibration, "PIECE_BYTES", 1)
+
+    def run(compiler, encode):
+        monkeypatch.setattr(tensorrt_directory, "compile_plans", compiler)
+        monkeypatch.setattr(tensorrt_directory, "encode", encode)
+        own = TensorRTOptions("tensorrt-rtx", (120,), chunk=CHUNK)
+        build_tensorrt(*tiny_checkpoints, OPTIONS, own, tmp_path / "e")
+
+    yield run
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_that_ends_does_not_wait_for_all_weights(build):
+    """Ctrl-C in the compiler, while the first weight is being quantised."""
+    begun, quantised = Event(), []
+
+    def interrupted(*_):
+        begun.wait()
+        raise KeyboardInterrupt
+
+    def slow(weight, *_):
+        quantised.append(weight.shape)
+        begun.set()
+        sleep(0.2)
+        return Encoded({}, np.float32([[1]]), 1.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(interrupted, slow)
+    assert len(quantised) == 1
+
+
+def test_weights_that_cannot_be_quantised_end_the_compiler(build):
+    def endless(plans, folder, backend, capabilities, progress):
+        while True:
+            sleep(0.01)
+            progress("compile")
+
+    def refusing(*_):
+        raise InputError("no such weight")
+
+    with pytest.raises(InputError, match="no such weight"):
+        build(endless, refusing)
