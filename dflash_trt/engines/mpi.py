@@ -114,11 +114,9 @@ def join(path: Path, ranks: int, follower: Sequence[str] = ()) -> MpiMesh:
     own = Member(comm.rank, socket.gethostname(), os.getpid(), build)
     members: list[Member] = comm.allgather(own)
     if comm.size != ranks:
-        refuse(
-            comm.rank,
-            f"{path}: is for {ranks} ranks, {comm.size} {'was' if comm.size == 1 else 'were'} "
-            f"started; begin the command with: mpirun -n {ranks}",
-        )
+        advice = "" if follower else f"; begin the command with: mpirun -n {ranks}"
+        were = "was" if comm.size == 1 else "were"
+        refuse(comm.rank, f"{path}: is for {ranks} ranks, {comm.size} {were} started{advice}")
     for member in members:
         if member.build != members[0].build:
             refuse(comm.rank, f"{member.name} has another build of {path} than rank 0")
@@ -153,14 +151,32 @@ def _communicator(ranks: int, follower: Sequence[str]) -> Any:
         return parent.Merge(high=True)
     if not follower:
         return MPI.COMM_WORLD
-    if shutil.which("mpiexec") is None:
-        raise InputError(
-            "an engine of several ranks needs mpiexec to start them: it is not on PATH"
-        )
+    _find_mpiexec()
     if os.getpgrp() != os.getpid():  # when a rank dies, mpiexec kills its own, and so this one's
         os.setpgid(0, 0)
-    python = shutil.which("python3") or sys.executable
-    return MPI.COMM_SELF.Spawn(python, supervised(*follower), ranks - 1).Merge(high=False)
+    return MPI.COMM_SELF.Spawn(_python(), supervised(*follower), ranks - 1).Merge(high=False)
+
+
+def _find_mpiexec() -> None:
+    """Make sure that the MPI library, which looks on PATH, will find it: a virtual environment that
+    was not activated has it beside its Python."""
+    path, beside = os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)
+    if shutil.which("mpiexec"):
+        return
+    if not shutil.which("mpiexec", path=beside):
+        raise InputError(
+            "an engine of several ranks needs mpiexec to start them, which is neither on PATH nor "
+            "beside this Python: pip install 'dflash-trt[mpi]'"
+        )
+    os.environ["PATH"] = f"{path}{os.pathsep}{beside}"
+
+
+def _python() -> str:
+    """The Python to start ranks with. In Triton's stub, which has one built in, `sys.executable` is
+    the stub."""
+    if Path(sys.executable).name.startswith("python"):
+        return sys.executable
+    return shutil.which("python3") or sys.executable
 
 
 def share_threads(threads: int, local: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,24 @@ def test_two_builds_are_no_mesh(engine: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "dflash-trt: rank 1 (" in done.stderr
     assert done.stderr.count("has another build") == 1
+
+
+STARTING = """
+import sys
+from pathlib import Path
+from dflash_trt.runtime.generate import Runtime
+runtime = Runtime.load(Path(sys.argv[1]), threads=1, start_ranks=True)
+print(len(runtime.prompt_ids("hello")) > 0)
+"""
+
+
+def test_a_process_starts_its_ranks_where_its_environment_is_not_on_path(engine: Path) -> None:
+    """With its own Python, and the mpiexec beside it."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTING, str(engine)], env={**os.environ, "PATH": os.defpath},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(("count", "text"), [(1, "1 was started"), (3, "3 were started")])
