@@ -11,9 +11,10 @@ from rich.table import Table
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from dflash_trt.cli import build_tensorrt
-from dflash_trt.engines.build import BuildOptions, source_graphs
-from dflash_trt.lowering.tensorrt.api import CAPABILITIES
-from dflash_trt.planner.build_size import BuildSize, build_size, check_precision, rank_of
+from dflash_trt.engines.build import BuildOptions, check_cpu_precision, source_graphs
+from dflash_trt.engines.tensorrt_directory import check_precision
+from dflash_trt.lowering.tensorrt.api import CAPABILITIES, check_capabilities
+from dflash_trt.planner.build_size import BuildSize, build_size, rank_of
 from dflash_trt.planner.fit import fits, ranks_that_fit, verdict
 from dflash_trt.planner.hardware import GPUS, Gpu, find_gpu
 
@@ -34,7 +35,7 @@ def run(
 ) -> int:
     """Print the size of the build that `options` describe."""
     gpu = find_gpu(args.gpu) if args.gpu else None
-    check_precision(options.precision, args.backend, gpu)
+    _check(args, options, gpu)
 
     def size_of(options: BuildOptions) -> BuildSize:
         sources = source_graphs(target, drafter, options, rank_of(args.backend))
@@ -67,6 +68,18 @@ def run(
         console.print(_where(size), highlight=False, soft_wrap=True)
     console.print(f"files: {', '.join(size.files)}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _check(args: argparse.Namespace, options: BuildOptions, gpu: Gpu | None) -> None:
+    """Refuse what the build would refuse, and what `gpu` has no products in. Without a compute
+    capability, which the build wants to know, there are sizes all the same."""
+    if args.backend == "cpu":
+        check_cpu_precision(options)
+        return
+    asked = build_tensorrt.asked_capabilities(args)
+    if asked:
+        check_capabilities(args.backend, asked)
+    check_precision(options, args.backend, (*asked, gpu.capability) if gpu else asked)
 
 
 def _table(size: BuildSize) -> Table:

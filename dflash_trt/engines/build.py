@@ -162,9 +162,7 @@ def build_cpu(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
     """Build an engine directory for ONNX Runtime on this machine's CPU."""
-    if options.precision not in CPU_PRECISIONS:
-        known = ", ".join(CPU_PRECISIONS)
-        raise InputError(f"precision '{options.precision}': the CPU engine offers {known}")
+    check_cpu_precision(options)
     sources = source_graphs(target, drafter, options)
     _check_cpu(target, drafter, options)
     precision = CPU_PRECISIONS[options.precision]
@@ -186,6 +184,13 @@ def build_cpu(
         progress("hash files")
         write_manifest(folder, manifest)
     return manifest
+
+
+def check_cpu_precision(options: BuildOptions) -> None:
+    """Refuse a precision that the cpu backend does not offer."""
+    if options.precision not in CPU_PRECISIONS:
+        known = ", ".join(CPU_PRECISIONS)
+        raise InputError(f"precision '{options.precision}': the CPU engine offers {known}")
 
 
 def _check_cpu(target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions) -> None:

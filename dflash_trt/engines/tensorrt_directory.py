@@ -99,15 +99,7 @@ def build_tensorrt(
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Manifest, list[PlanReport]]:
     """Build an engine directory at `out`; nothing is left behind if it fails."""
-    if options.precision not in PRECISIONS:
-        known = ", ".join(PRECISIONS)
-        raise InputError(f"precision '{options.precision}': {own.backend} offers {known}")
-    api.check_units(options.precision, own.capabilities)
-    if options.ranks > 1 and options.precision != "bf16":
-        raise InputError(
-            f"precision '{options.precision}': {own.backend} cuts a target over ranks in bf16 only "
-            "(experts in MXFP4 stay what they are)"
-        )
+    check_precision(options, own.backend, own.capabilities)
     check_replaceable(out)
     sources = source_graphs(target, drafter, with_room(options, own))
     loaded = api.load(own.backend)
@@ -142,6 +134,20 @@ def build_tensorrt(
         progress("hash files")
         write_manifest(folder, manifest)
     return manifest, reports
+
+
+def check_precision(options: BuildOptions, backend: str, capabilities: Sequence[int]) -> None:
+    """Refuse a precision that `backend` does not offer for so many ranks, or that GPUs of one of
+    `capabilities` have no products in."""
+    if options.precision not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise InputError(f"precision '{options.precision}': {backend} offers {known}")
+    api.check_units(options.precision, tuple(capabilities))
+    if options.ranks > 1 and options.precision != "bf16":
+        raise InputError(
+            f"precision '{options.precision}': {backend} cuts a target over ranks in bf16 only "
+            "(experts in MXFP4 stay what they are)"
+        )
 
 
 @contextmanager

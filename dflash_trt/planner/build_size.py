@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -17,12 +17,9 @@ from dflash_trt.engines.onnxruntime_build import (
     segment_name,
 )
 from dflash_trt.engines.tensorrt_weights import FILE, RANK_FILE
-from dflash_trt.errors import InputError
-from dflash_trt.lowering.tensorrt.api import check_units
 from dflash_trt.lowering.tensorrt.attention import shape_with_sinks
 from dflash_trt.models.graph import Weight
 from dflash_trt.models.shards import share_of
-from dflash_trt.planner.hardware import Gpu
 
 PREFILL_CHUNK = 128
 # Bytes per element of a weight: what it is stored in, its block scales included.
@@ -157,12 +154,3 @@ def _files(backend: str, options: BuildOptions, segments: int) -> tuple[str, ...
     plans = ("target.verify", "target.prefill", "drafter.draft", "drafter.inject")
     cut = [RANK_FILE.format(rank=r) for r in ranks]
     return (*(f"{plan}.engine" for plan in plans), FILE, *cut, "plans.json", *_ALWAYS, *_TEXT)
-
-
-def check_precision(precision: str, backend: str, gpu: Gpu | None = None) -> None:
-    """Refuse what the backend does not offer, and what the GPU has no units for."""
-    known: Sequence[str] = tuple(CPU_PRECISIONS if backend == "cpu" else _TENSORRT)
-    if precision not in known:
-        raise InputError(f"precision '{precision}': {backend} offers {', '.join(known)}")
-    if gpu and backend != "cpu":
-        check_units(precision, (gpu.capability,))

@@ -73,6 +73,15 @@ def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
             ["--precision", "nvfp4", "--gpu", "h200"],
             "precision 'nvfp4': GPUs of compute capability 9.0 have no products in it",
         ),
+        (
+            ["--precision", "fp8", "--compute-capability", "8.6"],
+            "precision 'fp8': GPUs of compute capability 8.6 have no products in it",
+        ),
+        (["--compute-capability", "9.0"], "tensorrt-rtx cannot compile for compute capability 9.0"),
+        (
+            ["--precision", "fp8", "--tp", 2],
+            "precision 'fp8': tensorrt-rtx cuts a target over ranks in bf16 only",
+        ),
         (["--tp", 16], "tp 16: the target has 8 key/value heads"),
         (["--tp", 0], "tp 0: a target has at least one rank"),
         (["--precision", "int4"], "precision 'int4': tensorrt-rtx offers bf16, fp8, nvfp4"),
