@@ -174,8 +174,8 @@ def _operations(shape: Shape, tokens: int, s: Setting) -> float:
 
 
 def _draft_pass(s: Setting, rows: int) -> Pass:
-    """Injection of a block's worth of features, the block, and the lm_head. Each rank drafts, with
-    its part of the vocabulary; docs/planner.md says where this project's own ranks differ."""
+    """Injection of a block's worth of features, the block, and the lm_head. Of the lm_head a rank
+    reads its part, of the drafter's other weights all; this project cuts neither (docs/planner.md)."""
     shape, taps = s.plan.drafter, s.plan.taps
     fc = taps * s.plan.target.hidden * shape.hidden
     weights = (shape.dense_weights + fc) * 2 + shape.head_weights * 2 / s.ranks
