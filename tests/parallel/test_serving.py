@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
 import openai
 import psutil
 import pytest
@@ -19,7 +17,7 @@ import pytest
 from dflash_trt.engines.onnxruntime import OnnxRuntimePair
 from dflash_trt.runtime.generate import GenerationOptions, Runtime, _codec
 from tests.parallel.test_mpi import COMMAND, is_worker, mpirun, pytestmark
-from tests.serving.conftest import wait_for
+from tests.serving.conftest import free_ports, is_ready, wait_for
 
 __all__ = ["pytestmark"]
 PROMPT = [5, 6, 7, 8]
@@ -35,10 +33,7 @@ class Server:
 
     def ready(self) -> bool:
         assert self.job.poll() is None, "it has ended"
-        try:
-            return httpx2.get(f"{self.url}/ready", timeout=5).status_code == 200
-        except httpx2.TransportError:
-            return False
+        return is_ready(self.url)
 
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.job.pid).children(recursive=True)
@@ -46,9 +41,7 @@ class Server:
 
 @contextmanager
 def serving(engine: Path) -> Iterator[Server]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = mpirun(COMMAND, "serve", engine, "--port", port, "--threads", 1)
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     server = Server(job, f"http://127.0.0.1:{port}")

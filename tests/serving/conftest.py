@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from socket import SO_SNDBUF, SOL_SOCKET
+from socket import SO_SNDBUF, SOL_SOCKET, socket
 from threading import Thread
 
 import httpx2
@@ -57,6 +57,23 @@ def serving(engine: Path, options: ServerOptions) -> Iterator[Served]:
     with running(host, options) as url:
         wait_for(lambda: host.ready, 90)
         yield Served(url, host, host.runtime)
+
+
+def free_ports(count: int) -> list[int]:
+    """Of the loopback, all different; free until someone else takes them."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def is_ready(url: str) -> bool:
+    """What the server says, or would say if it listened."""
+    try:
+        return httpx2.get(f"{url}/ready", timeout=5).status_code == 200
+    except httpx2.TransportError:
+        return False
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:

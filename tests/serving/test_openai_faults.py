@@ -23,7 +23,7 @@ from dflash_trt.cli import main
 from dflash_trt.runtime.generate import Runtime
 from dflash_trt.serving.openai.host import EngineHost
 from dflash_trt.serving.openai.limits import ServerOptions
-from tests.serving.conftest import Served, running, serving, slowed, wait_for
+from tests.serving.conftest import Served, free_ports, is_ready, running, serving, slowed, wait_for
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
@@ -55,14 +55,13 @@ def slots_used(served: Served) -> int:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slot(served: Served, stream: bool) -> None:
-    cancelled = served.runtime.metrics.finished["cancelled"]
-    with slowed(served.runtime, 0.05):
+    finished = served.runtime.metrics.finished
+    both = finished["cancelled"] + 2
+    with slowed(served.runtime, 0.2):
         with open_request(served, body(stream=stream, n=2)):
             wait_for(lambda: slots_used(served) >= 1)
-        begin = time.monotonic()
-        wait_for(lambda: slots_used(served) == 0)
-    assert time.monotonic() - begin < 1  # the whole answer takes over 2 seconds
-    assert served.runtime.metrics.finished["cancelled"] == cancelled + 2
+        # the whole answer takes over 10 seconds
+        wait_for(lambda: slots_used(served) == 0 and finished["cancelled"] == both, 5)
 
 
 def test_a_client_that_does_not_read_frees_its_slot(served: Served) -> None:
@@ -208,9 +207,7 @@ def test_metrics_count(served: Served) -> None:
 
 
 def test_the_command_serves_and_stops(tiny_engine: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = [
         sys.executable,
         "-c",
@@ -221,20 +218,13 @@ def test_the_command_serves_and_stops(tiny_engine: Path) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        wait_for(lambda: _status(f"http://127.0.0.1:{port}/ready") == 200, 60)
+        wait_for(lambda: is_ready(f"http://127.0.0.1:{port}"), 60)
         os.kill(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=20)
     finally:
         process.kill()
     assert process.returncode in (0, -signal.SIGTERM)
     assert output.decode().strip() == f"dflash-trt: http://127.0.0.1:{port}/v1"
-
-
-def _status(url: str) -> int:
-    try:
-        return httpx2.get(url).status_code
-    except httpx2.HTTPError:
-        return 0
 
 
 def test_the_command_refuses(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,12 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx2
 import pytest
 from openai import OpenAI
 
 from dflash_trt.serving.openai.limits import ServerOptions
-from tests.serving.conftest import Served, serving, wait_for
+from tests.serving.conftest import Served, free_ports, is_ready, serving, wait_for
 
 CADDY = shutil.which("caddy", path=Path(sys.executable).parent)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serving" / "Caddyfile"
@@ -27,19 +25,17 @@ pytestmark = pytest.mark.skipif(CADDY is None, reason="no caddy beside this Pyth
 @pytest.fixture
 def replicas(tiny_engine: Path) -> Iterator[tuple[list[Served], list[ExitStack]]]:
     """Two servers, and what stops each."""
-    stops = [ExitStack(), ExitStack()]
     options = ServerOptions(threads=1)
-    yield [stop.enter_context(serving(tiny_engine, options)) for stop in stops], stops
-    for stop in stops:
-        stop.close()
+    with ExitStack() as stack:
+        stops = [stack.enter_context(ExitStack()) for _ in range(2)]
+        yield [stop.enter_context(serving(tiny_engine, options)) for stop in stops], stops
 
 
 @pytest.fixture
 def client(replicas: tuple[list[Served], list[ExitStack]], tmp_path: Path) -> Iterator[OpenAI]:
     """Of the router."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
     hosts = " ".join(served.url.removeprefix("http://") for served in replicas[0])
     own = {"REPLICAS": hosts, "LISTEN": address, "HOME": str(tmp_path)}
     command = [str(CADDY), "run", "--config", str(EXAMPLE)]
@@ -48,10 +44,7 @@ def client(replicas: tuple[list[Served], list[ExitStack]], tmp_path: Path) -> It
 
     def answers() -> bool:
         assert router.poll() is None, (tmp_path / "log").read_text()
-        try:
-            return httpx2.get(f"http://{address}/ready").status_code == 200
-        except httpx2.TransportError:
-            return False
+        return is_ready(f"http://{address}")
 
     try:
         wait_for(answers)

@@ -390,9 +390,13 @@ def test_probes_ask_where_the_server_answers(triton: Triton) -> None:
     assert alive(triton) == 0
 
 
-def shared_memory() -> set[Path]:
-    """What Triton and its models' processes hold in memory files."""
-    return set(Path("/dev/shm").glob("triton_python_backend*"))
+def shared_memory(server: Triton) -> set[Path]:
+    """Memory files that Triton and its models' processes map; those of other servers are not."""
+    found = set()
+    for pid in members(server.process.pid):
+        with suppress(psutil.Error):
+            found |= {Path(region.path) for region in psutil.Process(pid).memory_maps()}
+    return {path for path in found if path.match("/dev/shm/triton_python_backend*")}
 
 
 def test_killed_processes(packages: Path, engine: Path, tmp_path: Path) -> None:
@@ -400,10 +404,11 @@ def test_killed_processes(packages: Path, engine: Path, tmp_path: Path) -> None:
     its models' processes and their memory with it."""
     repository = tmp_path / "repository"
     assert main(["triton", str(engine), "-o", str(repository), "--threads", "1"]) == 0
-    before = shared_memory()
     with running_triton(packages, repository, tmp_path) as server:
         client = http_client.InferenceServerClient(server.http)
         (child,) = set(members(server.process.pid)) - {server.process.pid}
+        held = shared_memory(server)
+        assert held
         os.kill(child, signal.SIGKILL)
         begin = time.monotonic()
         assert "error" in server.generate("tiny4", text_input="x", max_tokens=3)
@@ -411,13 +416,14 @@ def test_killed_processes(packages: Path, engine: Path, tmp_path: Path) -> None:
         assert alive(server) == 1
         client.unload_model("tiny4")
         wait_for(lambda: not client.is_model_ready("tiny4"))
-        for forgotten in shared_memory() - before:  # by Triton, when a model's process was killed
-            forgotten.unlink()
+        for forgotten in held:  # by Triton, when a model's process was killed
+            forgotten.unlink(missing_ok=True)
         client.load_model("tiny4")
         assert server.generate("tiny4", text_input="x", max_tokens=3)["sequence_length"] == 3
+        held = shared_memory(server)
         client.close()
         server.process.kill()
-    wait_for(lambda: not shared_memory() - before)
+    wait_for(lambda: not any(path.exists() for path in held))
 
 
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -437,13 +443,14 @@ def test_a_model_of_several_ranks_starts_and_ends_them(
     engine, repository, log = tmp_path / "two", tmp_path / "repository", tmp_path / "log"
     build_cpu(*tiny_checkpoints, BuildOptions("two", block=8, max_seq_len=512, ranks=2), engine)
     assert main(["triton", str(engine), "-o", str(repository), "--threads", "1"]) == 0
-    before, wanted = shared_memory(), expected(runtime)
+    wanted = expected(runtime)
     with running_triton(packages, repository, tmp_path) as server:
         answer = server.generate("two", text_input=QUESTION, max_tokens=24, return_figures=True)
         assert answer["text_output"] == wanted.text
         assert json.loads(answer["figures"])["drafting"] == "on"
         first = psutil.Process(server.process.pid).children(recursive=True)
         worker = next(p for p in first if "dflash_trt.supervisor" in p.cmdline()).children()[0]
+        held = shared_memory(server)
         worker.kill()
         ended = f"rank 1 ({socket.gethostname()}, process {worker.pid}) has ended; all ranks end"
         wait_for(lambda: ended in log.read_text())
@@ -452,8 +459,8 @@ def test_a_model_of_several_ranks_starts_and_ends_them(
         client = http_client.InferenceServerClient(server.http)
         client.unload_model("two")
         wait_for(lambda: not client.is_model_ready("two"))
-        for forgotten in shared_memory() - before:
-            forgotten.unlink()
+        for forgotten in held:
+            forgotten.unlink(missing_ok=True)
         client.load_model("two")
         client.close()
         answer = server.generate("two", text_input=QUESTION, max_tokens=24)
@@ -470,16 +477,17 @@ def test_a_server_stopped_amid_requests_leaves_nothing(
     """Triton gives up after its exit timeout and forgets the model's process."""
     repository = tmp_path / "repository"
     assert main(["triton", str(engine), "-o", str(repository), "--threads", "1"]) == 0
-    memory = shared_memory()
     parameters = json.dumps({"ignore_eos": True, "max_tokens": 400})
     body = json.dumps({"text_input": "x", "stream": True, "sampling_parameters": parameters})
     with running_triton(packages, repository, tmp_path, exit_seconds=1) as server:
         url = f"http://{server.http}/v2/models/tiny4/generate_stream"
         streams = [urllib.request.urlopen(url, body.encode(), timeout=60) for _ in range(8)]
         assert server.process.poll() is None
+        held = shared_memory(server)
+        assert held
     for stream in streams:
         stream.close()
-    assert not shared_memory() - memory
+    assert not any(path.exists() for path in held)
 
 
 def test_unload_and_reload(triton: Triton, runtime: Runtime) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dflash_trt.supervisor import die_with_parent
-from tests.serving.conftest import wait_for
+from tests.serving.conftest import free_ports, wait_for
 
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv-triton"
@@ -77,16 +76,6 @@ def _backend_folder(packages: Path, folder: Path) -> Path:
     return folder
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 @contextmanager
 def running_triton(
     packages: Path, repository: Path, folder: Path, exit_seconds: int = 5
@@ -94,7 +83,7 @@ def running_triton(
     """The server with all models of `repository`; stopped by SIGTERM, which must leave nothing. If
     this process is killed, the server dies with it."""
     backends = _backend_folder(packages, folder / "backends")
-    http, grpc, metrics = _free_ports(3)
+    http, grpc, metrics = free_ports(3)
     command = [
         packages / "pytriton/tritonserver/bin/tritonserver",
         f"--model-repository={repository}", f"--backend-directory={backends}",
