@@ -79,25 +79,26 @@ def test_other_drafts_accepted_are_a_change() -> None:
 
 
 def test_text_made_after_the_engines_counts_as_the_hosts_time() -> None:
-    """Making text takes 10 ms, the engines 20 or more: seen where it comes after them, hidden beside
+    """Making text takes 20 ms, the engines 40 or more: seen where it comes after them, hidden beside
     them. Answers are the same as ever."""
 
     class SlowText(ToyCodec):
         def push(self, ids: Sequence[int]) -> str:
-            time.sleep(0.01)
+            time.sleep(0.02)
             return super().push(ids)
 
     class SlowEngines(ToyPair):
         def verify(self, slots: Sequence[int], width: int, logits: bool = False) -> None:
-            time.sleep(0.02)
+            time.sleep(0.04)
             super().verify(slots, width, logits)
 
     runtime = Runtime(as_engines(SlowEngines(slots=1)), SlowText())  # type: ignore[arg-type]
-    options = GenerationOptions(40, draft=False, ignore_eos=True)
+    options = GenerationOptions(30, draft=False, ignore_eos=True)
     times = host_times(runtime, [[1]], options)
-    assert times["after"]["host_ms"] > 9
-    assert times["beside"]["host_ms"] < 5
-    assert times["after"]["cycle_ms"] > times["beside"]["cycle_ms"] + 5
+    after, beside = times["after"], times["beside"]
+    assert after["host_ms"] > 19
+    assert beside["host_ms"] < after["host_ms"] / 2
+    assert beside["cycle_ms"] < after["cycle_ms"] - 10
 
 
 @pytest.mark.parametrize(

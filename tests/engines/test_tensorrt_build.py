@@ -39,8 +39,8 @@ pytest.importorskip("tensorrt_rtx", reason="pip install 'dflash-trt[tensorrt-rtx
 
 BLACKWELL = (120, 121)
 # Processor time of the compiler on two cores: 18 (bf16), 21 (fp8) and 26 s (nvfp4) when idle, 38, 48
-# and 52 s beside ten other programs, hence the bound.
-MOST_SECONDS, MOST_BYTES = 60, 1_000_000_000
+# and 52 s beside ten other programs; the bound leaves air above that.
+MOST_SECONDS, MOST_BYTES = 90, 1_000_000_000
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4"])

@@ -118,14 +118,16 @@ def test_a_rank_that_lives_and_does_not_come_ends_all(
             there.sendall(b'{"entered": 5, "left": 5}\n')
 
     monkeypatch.setattr("os._exit", sys.exit)
-    monkeypatch.setattr("dflash_trt.engines.watch.PERIOD", 0.01)
-    rank = Thread(target=speak)
+    monkeypatch.setattr("dflash_trt.engines.watch.PERIOD", 0.05)
+    rank = Thread(target=speak, daemon=True)
     rank.start()
-    with pytest.raises(SystemExit, match=str(STATUS)):
-        Watch(0, ["rank 0", "rank 1"], {1: here}, lambda: (6, 5)).run()
-    ended.set()
-    rank.join()
-    assert "rank 1 keeps the others waiting for 0 s; all ranks end" in capfd.readouterr().err
+    try:
+        with pytest.raises(SystemExit, match=str(STATUS)):
+            Watch(0, ["rank 0", "rank 1"], {1: here}, lambda: (6, 5)).run()
+    finally:
+        ended.set()
+    rank.join(10)
+    assert "rank 1 keeps the others waiting for 2 s; all ranks end" in capfd.readouterr().err
     assert b'{"fail": "rank 1 keeps' in there.recv(1 << 20)
     here.close()
     there.close()

@@ -7,7 +7,6 @@ import gc
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import permutations
 from pathlib import Path
 
@@ -88,6 +87,12 @@ def helpful_runtime(engine: Path, truths: dict[int, list[int]]) -> Runtime:
     return Runtime(engines, TextCodec(engine, {}))
 
 
+@pytest.fixture(scope="module")
+def helpful(engine: Path) -> Runtime:
+    """Told nothing yet."""
+    return helpful_runtime(engine, {})
+
+
 def same(a: Generation, b: Generation) -> None:
     assert (a.tokens, a.text, a.finish_reason) == (b.tokens, b.text, b.finish_reason)
     assert [e.token for e in a.logprobs] == [e.token for e in b.logprobs]
@@ -112,22 +117,18 @@ def test_many_together_equal_the_same_alone(engine: Path, options: GenerationOpt
 @settings(max_examples=25, deadline=None)
 @given(options(), st.integers(2, 6), st.integers(0, 7))
 def test_any_greedy_options_on_real_engines(
-    engine: Path, wish: GenerationOptions, width: int, index: int
+    helpful: Runtime, wish: GenerationOptions, width: int, index: int
 ) -> None:
     """Penalties, bias, min_tokens and ends in any combination: drafted, with accepted runs, and
     plain."""
-    runtime, prompt = loaded(engine), prompts(8)[index]
-    greedy = replace(wish, temperature=0.0)
-    plain = runtime.generate(prompt, replace(greedy, draft=False))
-    assert isinstance(runtime.engines, Helpful)
-    runtime.engines.follow({index: plain.tokens})
-    same(runtime.generate(prompt, replace(greedy, width=width)), plain)
-    runtime.engines.follow({})
-
-
-@cache
-def loaded(engine: Path) -> Runtime:
-    return helpful_runtime(engine, {})
+    prompt, greedy = prompts(8)[index], replace(wish, temperature=0.0)
+    plain = helpful.generate(prompt, replace(greedy, draft=False))
+    assert isinstance(helpful.engines, Helpful)
+    helpful.engines.follow({index: plain.tokens})
+    try:
+        same(helpful.generate(prompt, replace(greedy, width=width)), plain)
+    finally:
+        helpful.engines.follow({})
 
 
 @pytest.mark.parametrize("width", [2, 3, 6])

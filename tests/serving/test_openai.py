@@ -43,13 +43,13 @@ def test_drafting_can_be_switched_off_and_says_so(served: Served) -> None:
 
 
 def test_drafting_as_far_as_it_pays(served: Served) -> None:
-    """Random weights accept nothing, so blocks get shorter once every width was tried; the answer is
-    the same."""
+    """Random weights accept nothing, so each shorter block that is tried wastes less, whatever is
+    found to be fastest; the answer is the same."""
     values = {"max_tokens": 100, "extra_body": {"adaptive": True, "ignore_eos": True}}
     answer = chat(served, **values).choices[0]
     wanted = expected(served, max_tokens=100, ignore_eos=True)
     assert answer.message.content == wanted.text
-    assert answer.dflash["drafts_wasted"] < wanted.metrics.drafts_wasted / 2
+    assert answer.dflash["drafts_wasted"] < wanted.metrics.drafts_wasted
 
 
 def test_stream_is_the_same_answer(served: Served) -> None:
