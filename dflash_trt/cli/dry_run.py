@@ -35,9 +35,9 @@ def run(
 ) -> int:
     """Print the size of the build that `options` describe."""
     gpu = find_gpu(args.gpu) if args.gpu else None
-    _check(args, options, gpu)
 
     def size_of(options: BuildOptions) -> BuildSize:
+        _check(args, options, gpu)
         sources = source_graphs(target, drafter, options, rank_of(args.backend))
         return build_size(target.config, drafter.config, options, sources, args.backend)
 

@@ -52,6 +52,13 @@ def test_a_rank_of_gpt_oss_120b(capsys: pytest.CaptureFixture[str]) -> None:
     assert "; 8 fits (" in out
 
 
+def test_only_what_can_be_cut_is_said_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--target", "qwen3-4b", "--precision", "fp8", "--gpu", "b200")
+    _, out, _ = dry_run(capsys, *arguments)
+    assert "--tp on b200: 1 fits (" in out
+    assert "; 2 cannot be; 4 cannot be; 8 cannot be" in out
+
+
 def test_a_rank_on_the_cpu_is_the_one_with_the_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     """SmolLM2: one of three key heads, so 1024 + 128 rows of 64 numbers, twice in 30 layers."""
     arguments = ("--target", "smollm2-135m", "--tp", 2, "--max-seq-len", 1024)
