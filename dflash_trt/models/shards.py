@@ -51,13 +51,14 @@ def share_of(c: TargetConfig, ranks: int, rank: int | None = None) -> Share:
     if ranks == 1:
         return Share(1, c.num_heads, c.num_kv_heads, c.intermediate_size, c.token_count)
     block = MXFP4_BLOCK if c.experts else 1
-    kv_heads = _part(ranks, rank, c.num_kv_heads, "key/value heads")
-    inner = _part(ranks, rank, c.intermediate_size // block, "columns in the MLP") * block
+    kv_heads = part_of(ranks, rank, c.num_kv_heads, "key/value heads")
+    inner = part_of(ranks, rank, c.intermediate_size // block, "columns in the MLP") * block
     heads = kv_heads * (c.num_heads // c.num_kv_heads)
     return Share(ranks, heads, kv_heads, inner, -(-c.token_count // ranks))
 
 
-def _part(ranks: int, rank: int | None, whole: int, what: str) -> int:
+def part_of(ranks: int, rank: int | None, whole: int, what: str) -> int:
+    """Of `whole` things the part of `rank`; None: the largest. Refused where a rank has none."""
     part = -(-whole // ranks)
     if (ranks - 1) * part >= whole:
         fitting = max(n for n in range(1, ranks) if (n - 1) * -(-whole // n) < whole)

@@ -17,6 +17,7 @@ from math import hypot
 
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.api import FIRST
+from dflash_trt.models.shards import part_of
 from dflash_trt.planner.acceptance import acceptance_length
 from dflash_trt.planner.fit import fits
 from dflash_trt.planner.hardware import Gpu
@@ -61,13 +62,11 @@ class Setting:
         if self.precision not in BITS:
             known = ", ".join(BITS)
             raise InputError(f"precision '{self.precision}': the planner knows {known}")
-        if self.ranks > 1 and not self.gpu.link:
-            raise InputError(f"{self.gpu.name}: has no link for {self.ranks} ranks")
-        if self.ranks > self.plan.target.kv_heads:
-            heads = self.plan.target.kv_heads
-            raise InputError(f"tp {self.ranks}: {self.plan.name} has {heads} key/value heads")
         if min(self.batch, self.context, self.ranks) < 1 or self.block < 2:
             raise InputError("batch, context and ranks are at least 1, a block at least 2")
+        if self.ranks > 1 and not self.gpu.link:
+            raise InputError(f"{self.gpu.name}: has no link for {self.ranks} ranks")
+        part_of(self.ranks, None, self.plan.target.kv_heads, "key/value heads")
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,11 @@ def test_refusals() -> None:
             find(name)
     with pytest.raises(InputError, match="gb10: has no link for 2 ranks"):
         setting(gpu="gb10", ranks=2)
-    with pytest.raises(InputError, match="tp 16: qwen3-8b has 8 key/value heads"):
-        setting(ranks=16)
+    for ranks, use in ((16, 8), (5, 4)):
+        with pytest.raises(InputError, match=f"tp {ranks}: .* 8 key/value heads, .* use {use}"):
+            setting(ranks=ranks)
+    with pytest.raises(InputError, match="ranks are at least 1"):
+        setting(ranks=0)
     with pytest.raises(InputError, match="precision 'int3'"):
         setting(precision="int3")
 
