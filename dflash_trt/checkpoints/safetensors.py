@@ -118,6 +118,8 @@ class SafetensorsFolder:
         return self.read_part(name, 0, 0, shape[0]) if shape else next(self.rows(name)).reshape(())
 
     def read_part(self, name: str, axis: int, begin: int, end: int) -> np.ndarray:
+        """Along the first axis nothing else is read; along another one all rows are, and are cut
+        piece by piece."""
         shape = list(self.shape(name))
         rows = (begin, end) if axis == 0 else (0, shape[0])
         shape[axis] = end - begin

@@ -69,7 +69,8 @@ class WeightLoader:
 
     def load(self, weight: Weight, rank: int = 0, dtype: Any = None) -> np.ndarray:
         """The weight as a contiguous array of `weight.shape`, in the type of the graph input unless
-        `dtype` is given; of a weight that is cut, the part of `rank`, and no other is read.
+        `dtype` is given; of a weight that is cut, the part of `rank`. Of a source that is cut along
+        its first axis no other part is read, along another one all of it is read and cut.
 
         Besides the result a few megabytes of a tensor are in memory at a time, where its format
         allows that.
