@@ -224,10 +224,11 @@ def _compile_ranks(
         models, _stored_forms(ranks[0], precision, "drafter"), folder, lambda _: common, progress
     )
     whole = {name for name, weight in ranks[0].weights.items() if not weight.shard}
-    for rank, sources in enumerate(ranks):
-        cut = segments(sources.target)
-        met = [asdict(segment.then) for segment in cut if segment.then]
-        (folder / SEGMENTS_FILE).write_text(json.dumps(met, indent=1) + "\n")
+    cuts = [segments(sources.target) for sources in ranks]
+    met, *others = [[asdict(s.then) for s in cut if s.then] for cut in cuts]
+    assert all(other == met for other in others), "the ranks do not meet at the same places"
+    (folder / SEGMENTS_FILE).write_text(json.dumps(met, indent=1) + "\n")
+    for rank, (sources, cut) in enumerate(zip(ranks, cuts, strict=True)):
         models = {
             model_name(segment_name(rank, index), size): model
             for size in batch_sizes(options.max_batch)
