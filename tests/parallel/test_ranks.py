@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from socket import socketpair
 from threading import Event, Thread
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -109,12 +110,14 @@ def damaged(path: Path, rank: int) -> None:
 def test_a_rank_that_lives_and_does_not_come_ends_all(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 1 speaks all the time, and stays where it is while rank 0 waits for it in a meeting."""
+    """Rank 1 speaks all the time, and stays where it is while rank 0 waits for it in a meeting. (After
+    ten seconds it is silent, for a watch that does not see this.)"""
     ended = Event()
     here, there = socketpair()
 
     def speak() -> None:
-        while not ended.wait(0.005):
+        begin = monotonic()
+        while not ended.wait(0.005) and monotonic() - begin < 10:
             there.sendall(b'{"entered": 5, "left": 5}\n')
 
     monkeypatch.setattr("os._exit", sys.exit)
