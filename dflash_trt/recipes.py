@@ -37,7 +37,7 @@ class Recipe:
     drafter_config: keys as in the `config.json` of each checkpoint, for what can be made without
     them; tokens: entries of the tokenizer where the embedding has more rows; memory_gb and gpus: what
     `build --dry-run` says of the memory where it runs and of the GPUs with room for it, for one
-    sequence and everything else as the recipe has it.
+    sequence and everything else as the recipe has it; a build of just that says it too.
     """
 
     name: str

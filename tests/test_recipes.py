@@ -10,6 +10,7 @@ import pytest
 from dflash_trt.checkpoints import hub
 from dflash_trt.checkpoints.described import AbsentTensors
 from dflash_trt.checkpoints.drafter import check_pair
+from dflash_trt.cli import main
 from dflash_trt.cli.build import recipe_of
 from dflash_trt.config import Experts
 from dflash_trt.engines.build import BuildOptions, build_cpu, describe, source_graphs
@@ -75,6 +76,30 @@ def test_memory_is_what_a_dry_run_says(name: str) -> None:
     assert recipe.memory_gb == round(size.device / 1e9, 1)
     roomy = [n for n, gpu in GPUS.items() if recipe.backend != "cpu" and fits(size.device, gpu)]
     assert list(recipe.gpus) == roomy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--compute-capability", "12.1"],
+            "qwen3-4b: 11.4 GB where it runs, for one sequence; room",
+        ),
+        (["--compute-capability", "12.1"], "room for that is on: gb10\n"),
+        (["--compute-capability", "8.9"], "for one sequence\n"),
+        (["--max-batch", "2"], ""),
+        (["--precision", "nvfp4"], ""),
+    ],
+)
+def test_a_build_as_the_recipe_has_it_says_its_memory(tmp_path, capsys, arguments, said):
+    """It is refused then: its place is taken."""
+    pytest.importorskip("tensorrt_rtx", reason="pip install 'dflash-trt[tensorrt-rtx]'")
+    (tmp_path / "mine").touch()
+    command = ["build", "--target", "qwen3-4b", "-o", str(tmp_path), *arguments]
+    assert main(command) == 2
+    err = capsys.readouterr().err
+    assert "is not an engine directory" in err
+    assert said in err if said else "GB where it runs" not in err
 
 
 def test_recipes_say_how_to_talk_to_the_target() -> None:

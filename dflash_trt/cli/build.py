@@ -24,6 +24,7 @@ from dflash_trt.engines.build import (
 )
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.api import load
+from dflash_trt.planner.hardware import GPUS
 from dflash_trt.recipes import Recipe, find_recipe, recipe_for, recipe_names
 
 
@@ -97,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         say(note)
     if args.dry_run:
         return dry_run.run(args, target, drafter, options)
+    if memory := _memory(args, recipe, options):
+        say(memory)
     for tensors in (target.tensors, drafter.tensors):
         own = tensors.precision if isinstance(tensors, ModelOptTensors) else ""
         if own == options.precision:
@@ -155,6 +158,18 @@ def _options(
         max_seq_len=args.max_seq_len or longest,
         chat_arguments=recipe.chat_arguments,
     )
+
+
+def _memory(args: argparse.Namespace, recipe: Recipe, options: BuildOptions) -> str:
+    """What the recipe says of the memory, where the build is as the recipe has it."""
+    own = (recipe.backend, recipe.precision, recipe.max_seq_len, 1, 1)
+    asked = (args.backend, options.precision, options.max_seq_len, options.max_batch, options.ranks)
+    if not recipe.memory_gb or args.drafter or asked != own:
+        return ""
+    plans_for = build_tensorrt.asked_capabilities(args)
+    gpus = ", ".join(name for name in recipe.gpus if GPUS[name].capability in plans_for)
+    room = f"; room for that is on: {gpus}" if gpus else ""
+    return f"{recipe.name}: {recipe.memory_gb} GB where it runs, for one sequence{room}"
 
 
 def _usual_precision(backend: str, recipe: Recipe, target: TargetCheckpoint) -> str:
