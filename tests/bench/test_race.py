@@ -105,6 +105,7 @@ def test_a_terminal_shows_the_race_and_survives_an_interrupt() -> None:
     process = subprocess.Popen(
         [sys.executable, EXAMPLE, "--seconds", "60"],
         stdout=theirs, stderr=theirs, env=os.environ | {"NO_COLOR": "1", "TERM": "xterm"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in the background
     )  # fmt: skip
     os.close(theirs)
     seen, end = b"", time.monotonic() + 120

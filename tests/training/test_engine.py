@@ -46,8 +46,14 @@ class Tensors:
     def shape(self, name):
         return self._state[name].shape
 
+    def dtype(self, name):
+        return self._state[name].dtype
+
     def read(self, name):
         return self._state[name]
+
+    def rows(self, name):
+        yield self._state[name]
 
     def digest(self):
         return "sha256:tiny"
