@@ -151,7 +151,7 @@ def test_acceptance_of_a_request_does_not_depend_on_company() -> None:
 def test_random_arrivals_and_cancellations_leave_nothing_behind() -> None:
     """10,000 cycles; every contract is checked after each, and no answer holds a foreign token."""
     engines = toy(slots=3, block=4, seed=2)
-    scheduler = Scheduler(as_engines(engines), queue_limit=5)
+    scheduler = Scheduler(as_engines(engines), queue_limit=3)
     random = np.random.default_rng(0)
     alive: list[Driven] = []
     refused = 0
