@@ -80,20 +80,23 @@ def _shares(path: Path) -> list[float]:
     return found
 
 
+def _empty(title: str, columns: Sequence[str], caption: str | None = None) -> Table:
+    table = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
 def _table(setting: Setting, both: Curves, tau: float) -> Table:
     title = (
         f"MODELLED: {setting.plan.name}, {setting.precision}, {setting.ranks} x {setting.gpu.name}, "
         f"block {setting.block}, acceptance length {tau:g}"
     )
-    table = Table(
-        title=title, caption="/user and /GPU: tokens per second", box=SIMPLE, padding=(0, 1, 0, 0)
-    )
     columns = (
         "batch", "step\nms", "cycle\nms", "c", "speed-\nup", "plain\n/user", "DFlash\n/user",
         "plain\n/GPU", "DFlash\n/GPU", "verify\nbound by",
     )  # fmt: skip
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _empty(title, columns, caption="/user and /GPU: tokens per second")
     for cycle, plain, dflash in zip(both.cycles, both.plain, both.dflash, strict=True):
         table.add_row(
             str(cycle.batch), f"{cycle.step.seconds * 1e3:.2f}", f"{cycle.seconds * 1e3:.2f}",
@@ -106,13 +109,11 @@ def _table(setting: Setting, both: Curves, tau: float) -> Table:
 
 def _passes(name: str, passes: Sequence[tuple[int, Pass]]) -> Table:
     """Bytes and operations are those of all GPUs, times of one."""
-    table = Table(title=f"MODELLED: the {name} pass", box=SIMPLE, padding=(0, 1, 0, 0))
     columns = (
         "batch", "weights\nGB", "KV\nGB", "experts\nread", "TFLOP", "memory\nms", "comp.\nms",
         "launch\nms", "reduce\nms", "pass\nms",
     )  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _empty(f"MODELLED: the {name} pass", columns)
     for batch, p in passes:
         times = (p.memory, p.compute, p.launches, p.collectives, p.seconds)
         table.add_row(
@@ -124,9 +125,8 @@ def _passes(name: str, passes: Sequence[tuple[int, Pass]]) -> Table:
 
 
 def _best(setting: Setting, shares: Sequence[float]) -> Table:
-    table = Table(title="MODELLED: fastest block and precision", box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("batch", "block", "acceptance", "precision", "tokens/s\n/GPU"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("batch", "block", "acceptance", "precision", "tokens/s\n/GPU")
+    table = _empty("MODELLED: fastest block and precision", columns)
     for batch in BATCHES:
         b = best(replace(setting, batch=batch), shares)
         if b is None:
