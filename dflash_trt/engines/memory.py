@@ -8,6 +8,7 @@ from threading import Event, Thread
 import psutil
 
 _PERIOD = 0.5  # seconds between two looks
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 class PeakMemory(Thread):
@@ -35,6 +36,15 @@ class PeakMemory(Thread):
             self.peak = max(self.peak, sum(map(_used, [this, *this.children(recursive=True)])))
             if self._end.wait(_PERIOD):
                 return
+
+
+def keep_little_free_memory() -> None:
+    """From now on give memory back as it is freed, where the C library is glibc. (Its own thresholds
+    grow with the largest block that was ever freed, up to 64 MB.)"""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(_M_TRIM_THRESHOLD, 128 << 10)
+        mallopt(_M_MMAP_THRESHOLD, 64 << 10)
 
 
 def return_free_memory() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx
 
-from dflash_trt.engines.memory import return_free_memory
+from dflash_trt.engines.memory import keep_little_free_memory, return_free_memory
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt import api, plugins, readback, writer
 from dflash_trt.lowering.tensorrt.network import Network
@@ -24,6 +24,7 @@ from dflash_trt.lowering.tensorrt.plan import NetworkReport, PlanRequest
 
 def main(arguments: Sequence[str]) -> int:
     request = json.loads(Path(arguments[0]).read_text())
+    keep_little_free_memory()
     try:
         compile_all(request)
     except InputError as error:
@@ -56,8 +57,7 @@ def compile_all(request: dict[str, Any]) -> None:
 def compile_one(compiler: Compiler, plan: PlanRequest, path: Path) -> tuple[NetworkReport, int]:
     """Compile a plan into `path`; what was written and how many bytes. Nothing else stays."""
     report, data = compiler.compile(plan)
-    path.write_bytes(data)
-    return report, len(data)
+    return report, path.write_bytes(data)
 
 
 def peak_bytes() -> int:
@@ -82,14 +82,14 @@ class Compiler:
         self.settings: dict[str, dict[str, Any]] = {}
         self.creators = register(self.trt, list(KINDS.values()), capabilities, self.settings)
 
-    def compile(self, plan: PlanRequest) -> tuple[NetworkReport, bytes]:
-        """Write, check and compile one network."""
+    def compile(self, plan: PlanRequest) -> tuple[NetworkReport, memoryview]:
+        """Write, check and compile one network; its plan stays where the compiler put it."""
         net = self.write(plan)
         say(stage="compile", plan=plan.name, layers=net.definition.num_layers)
         data = self.builder.build_serialized_network(net.definition, self._config(net))
         if data is None:
             raise InputError(f"plan '{plan.name}': TensorRT could not compile it: {self._reason()}")
-        return net.report, bytes(data)
+        return net.report, memoryview(data)
 
     def write(self, plan: PlanRequest) -> Network:
         """Write one network and compare it with its source graph."""
