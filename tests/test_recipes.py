@@ -199,5 +199,5 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         unknown.open_target()
 
 
-def _offline(repo: str, local_only: bool) -> Path:
+def _offline(*_: object, **__: object) -> Path:
     raise ConnectionError("no network\nand a long trace")
