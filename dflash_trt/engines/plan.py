@@ -78,6 +78,12 @@ class Plan:
         return max(found, default=1)
 
     @cached_property
+    def reductions(self) -> set[str]:
+        """How all-reduces put together what the ranks bring, such as `sum`."""
+        pattern = r"\n  comm_allreduce=\{[^\n]* reduction_op=(\w+)"
+        return {how for segment in self.segments for how in re.findall(pattern, segment)}
+
+    @cached_property
     def operations(self) -> list[Operation]:
         return [operation for segment in self.segments for operation in _operations(segment)]
 
@@ -192,6 +198,8 @@ def _check_collectives(plan: Plan, wanted: Expectations, name: str) -> None:
             )
     if wanted.collectives and not any(programs):
         raise InputError(f"plan '{name}': no collective is in it, the ranks would not meet")
+    if any(o.kind == "comm_allreduce" for o in plan.operations) and plan.reductions != {"sum"}:
+        raise InputError(f"plan '{name}': its all-reduces are {sorted(plan.reductions)}, not sums")
 
 
 def _check_memory(plan: Plan, wanted: Expectations, name: str) -> None:

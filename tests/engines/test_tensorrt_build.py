@@ -109,6 +109,19 @@ def test_a_plan_whose_ranks_would_not_meet_is_refused(two_ranks):
         check_plan(Plan.read(folder / "drafter.draft.engine"), few, "p")
 
 
+@pytest.mark.parametrize("other", [b"reduction_op=max", b""])
+def test_a_plan_whose_ranks_do_not_add_up_is_refused(two_ranks, other):
+    """The network cannot be asked how a collective reduces, the plan can."""
+    folder, _, reports = two_ranks
+    data = (folder / "target.verify.engine").read_bytes()
+    own = next(r.collectives for r in reports if r.name == "target.verify")
+    wanted = Expectations((120,), (), (), (), 76, 2, collectives=tuple(own))
+    check_plan(Plan(data), wanted, "p")
+    found = r"\['max'\]" if other else r"\[\]"
+    with pytest.raises(InputError, match=f"all-reduces are {found}, not sums"):
+        check_plan(Plan(data.replace(b"reduction_op=sum", other)), wanted, "p")
+
+
 def test_each_rank_has_weights_of_its_own_and_all_have_the_rest(two_ranks):
     folder, target, reports = two_ranks
     whole = mapped(folder / "weights.safetensors")
