@@ -21,7 +21,7 @@ from dflash_trt.engines.directory import read_manifest, write_manifest
 from dflash_trt.engines.plan import Expectations, Plan, check_plan, expanded_caches
 from dflash_trt.engines.tensorrt import TensorRTPair
 from dflash_trt.engines.tensorrt_add_weights import add_weights
-from dflash_trt.engines.tensorrt_build import compile_plans
+from dflash_trt.engines.tensorrt_build import _expectations, compile_plans
 from dflash_trt.engines.tensorrt_directory import (
     TensorRTOptions,
     build_tensorrt,
@@ -344,6 +344,34 @@ def test_a_plan_that_is_not_what_was_asked_for_is_refused(plan, changes, message
 
     with pytest.raises(InputError, match=message):
         check_plan(plan, replace(WANTED, **changes), "p")
+
+
+def test_everything_that_was_asked_for_is_looked_for_in_the_plan(tiny_plans, pair, tmp_path):
+    """What `compile_plans` has each plan checked for: target with layers of 2 key heads of 16, with
+    64 positions and the 8 of a chunk; MLP columns 96."""
+    reports = read_plans(tiny_plans["nvfp4"])["plans"]
+    graph = target_graph(pair[0].config, (0, 2, 3), 72)
+    drafter = drafter_graph(pair[1].config, pair[0].config, 72, 1)
+    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8)
+    verify, _, draft, _ = pair_plans(graph, drafter, tmp_path, options_for("nvfp4"), own, 3)
+    wanted = _expectations(verify, reports["target.verify"], (120, 121))
+    caches = {f"{kind}_cache.{layer}" for kind in "kv" for layer in range(4)}
+    assert wanted.capabilities == (120, 121)
+    assert {"tokens", "lengths", "rows", *caches} < set(wanted.inputs)
+    assert {n for n in wanted.inputs if ".l2.mlp.down" in n} == {
+        f"target.l2.mlp.down.weight{part}"
+        for part in ("", ".block_scale", ".scale", ".inverse_input_scale")
+    }
+    states = {"accepted", "anchor", "context", "features", "logits"}
+    assert set(wanted.outputs) == {*states, *(f"{name}.out" for name in caches)}
+    assert wanted.plugins == ("verify",)
+    assert (wanted.capacity, wanted.kv_heads) == (72, 2)
+    assert set(wanted.quantised) == {(64, 128), (64, 64), (64, 192), (96, 64)}
+    assert wanted.collectives == ()
+    assert 64e6 < wanted.scratch_limit < 68e6
+    drafting = _expectations(draft, reports["drafter.draft"], (120,))
+    assert set(drafting.plugins) == {"inject", "commit.0"}
+    assert {"tokens", "lengths"} < set(drafting.outputs)
 
 
 def test_a_cache_of_its_own_size_is_no_expanded_one():
