@@ -113,6 +113,7 @@ def join(path: Path, ranks: int, follower: Sequence[str] = ()) -> MpiMesh:
     build = f"{digest} {dflash_trt.__version__} {ort.__version__}"
     own = Member(comm.rank, socket.gethostname(), os.getpid(), build)
     members: list[Member] = comm.allgather(own)
+    _unname_shared_memory()
     if comm.size != ranks:
         advice = "" if follower else f"; begin the command with: mpirun -n {ranks}"
         were = "was" if comm.size == 1 else "were"
@@ -121,6 +122,15 @@ def join(path: Path, ranks: int, follower: Sequence[str] = ()) -> MpiMesh:
         if member.build != members[0].build:
             refuse(comm.rank, f"{member.name} has another build of {path} than rank 0")
     return MpiMesh(comm, members)
+
+
+def _unname_shared_memory() -> None:
+    """All ranks have met, and so have MPICH's shared memory open. It would take its name away only at
+    a good end, and a killed rank leave the file behind."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if path.startswith("/dev/shm/mpich_shm_"):
+            Path(path).unlink(missing_ok=True)
 
 
 def refuse(rank: int, sentence: str) -> NoReturn:

@@ -100,6 +100,12 @@ class Plan:
         main = max((_operations(segment) for segment in self.segments), key=len)
         return dict(Counter(_kernel_kind(operation) for operation in main))
 
+    @cached_property
+    def embedded(self) -> set[tuple[str, int]]:
+        """Kernels of plugins that the plan carries: their names and compute capabilities."""
+        pattern = rb'\{"name": "(\w+)", "symbol": "[^"]*", "capability": (\d+)'
+        return {(name.decode(), int(number)) for name, number in re.findall(pattern, self.data)}
+
     def holds(self, name: str) -> bool:
         return name.encode() in self.data
 
@@ -180,8 +186,22 @@ def check_plan(plan: Plan, wanted: Expectations, name: str) -> None:
     for plugin in wanted.plugins:
         if not any(o.kind == "custom_layer" and o.name == plugin for o in plan.operations):
             raise InputError(f"plan '{name}': the plugin of node '{plugin}' is not in it")
+    if wanted.plugins:
+        _check_kernels(plan, wanted, name)
     _check_collectives(plan, wanted, name)
     _check_memory(plan, wanted, name)
+
+
+def _check_kernels(plan: Plan, wanted: Expectations, name: str) -> None:
+    """Plugins carry each of their kernels for each capability."""
+    if not plan.embedded:
+        raise InputError(f"plan '{name}': no kernel of its plugins is in it")
+    for kernel in sorted({kernel for kernel, _ in plan.embedded}):
+        for capability in wanted.capabilities:
+            if (kernel, capability) not in plan.embedded:
+                raise InputError(
+                    f"plan '{name}': the kernel '{kernel}' is not in it for {capability}"
+                )
 
 
 def _check_collectives(plan: Plan, wanted: Expectations, name: str) -> None:

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -64,6 +66,11 @@ def test_the_smollm2_pair_is_built_for_blackwell(tmp_path, precision):
     assert len(found["target.verify"].ours["CachedAttention"]) == 30
     assert found["drafter.draft"].kernels["plugin"] == 2
     assert sum(r.plan_bytes for r in reports) < 100e6, "a plan holds no weights"
+    kernels = {"target.verify": {"best_of_tile", "accept"}, "drafter.inject": {"write_rows"}}
+    kernels["drafter.draft"] = {"write_rows", "best_of_tile", "settle"}
+    for name, wanted in kernels.items():
+        plan = Plan.read(tmp_path / "e" / f"{name}.engine")
+        assert plan.embedded == set(product(wanted, BLACKWELL))
     wide = [b for r in reports for b in r.bindings if b.direction == "output" and 49152 in b.shape]
     assert [(b.name, b.shape) for b in wide] == [
         ("logits", (-1, 8, 49152)), ("logits", (-1, 1, 49152)),
@@ -272,6 +279,18 @@ def test_a_crash_of_the_compiler_is_a_sentence_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_plan_that_fails_its_check_ends_the_build(tmp_path, pair, monkeypatch):
+    def refuse(plan, wanted, name):
+        assert plan.capabilities == wanted.capabilities == (120,)
+        raise InputError(f"plan '{name}': is another")
+
+    monkeypatch.setattr(tensorrt_build, "check_plan", refuse)
+    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8)
+    with pytest.raises(InputError, match=r"plan 'target.verify': is another"):
+        build_tensorrt(*pair, options_for(), own, tmp_path / "engine")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_op_without_lowering_is_named_with_its_node(tmp_path, pair):
     graph = target_graph(pair[0].config, (0, 2, 3), 80)
     drafter = drafter_graph(pair[1].config, pair[0].config, 80, 1)
@@ -340,8 +359,6 @@ WANTED = Expectations((120,), (), (), (), capacity=2048, kv_heads=3, quantised=(
     ],
 )
 def test_a_plan_that_is_not_what_was_asked_for_is_refused(plan, changes, message):
-    from dataclasses import replace
-
     with pytest.raises(InputError, match=message):
         check_plan(plan, replace(WANTED, **changes), "p")
 
@@ -366,12 +383,26 @@ def test_everything_that_was_asked_for_is_looked_for_in_the_plan(tiny_plans, pai
     assert set(wanted.outputs) == {*states, *(f"{name}.out" for name in caches)}
     assert wanted.plugins == ("verify",)
     assert (wanted.capacity, wanted.kv_heads) == (72, 2)
-    assert set(wanted.quantised) == {(64, 128), (64, 64), (64, 192), (96, 64)}
+    assert set(wanted.quantised) == {(128, 64), (64, 64), (192, 64), (64, 96)}
     assert wanted.collectives == ()
     assert 64e6 < wanted.scratch_limit < 68e6
     drafting = _expectations(draft, reports["drafter.draft"], (120,))
-    assert set(drafting.plugins) == {"inject", "commit.0"}
+    assert set(drafting.plugins) == {"inject", "p0.commit"}
     assert {"tokens", "lengths"} < set(drafting.outputs)
+
+
+def test_a_plan_without_a_kernel_for_one_gpu_is_refused():
+    plugin = '  custom_layer={ name="verify" input={} output={} }\n'
+    kernels = '[{"name": "best", "symbol": "x", "capability": 120, "num_warps": 4}'
+    more = ', {"name": "accept", "symbol": "y", "capability": 120}'
+    wanted = replace(WANTED, capabilities=(120, 121), plugins=("verify",))
+    other = f"{kernels}{more}{kernels[1:].replace('120', '121')}"
+    for held, message in ((other, "'accept' is not in it for 121"), ("", "no kernel of its plug")):
+        plan = plan_with(("bf16", "8 8"), "sm120 sm121", plugin + held)
+        with pytest.raises(InputError, match=message):
+            check_plan(plan, wanted, "p")
+    whole = plan_with(("bf16", "8 8"), "sm120 sm121", plugin + other + more.replace("120", "121"))
+    check_plan(whole, wanted, "p")
 
 
 def test_a_cache_of_its_own_size_is_no_expanded_one():
