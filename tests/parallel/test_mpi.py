@@ -40,14 +40,17 @@ def test_run_answers_once(engine: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("signal", ["KILL", "STOP"])
 def test_a_rank_that_dies_or_hangs_ends_all(engine: Path, rank: int, signal: str) -> None:
-    """Within seconds, with a sentence that names it, and no process is left."""
+    """Within seconds, with a sentence that names it; no process is left, and no shared memory."""
     command = mpirun(COMMAND, "run", engine, "hello", "--max-tokens", 200, "--ignore-eos")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         assert job.stdout
         assert job.stderr
         job.stdout.read(1)  # the answer has begun
         everyone = psutil.Process(job.pid).children(recursive=True)
-        culprit = next(p for p in everyone if is_worker(p) and p.environ()["PMI_RANK"] == str(rank))
+        workers = [p for p in everyone if is_worker(p)]
+        culprit = next(p for p in workers if p.environ()["PMI_RANK"] == str(rank))
+        shared = {m.path for p in workers for m in p.memory_maps() if m.path.startswith("/dev/shm/")}
+        assert any("mpich" in path for path in shared)
         begin = time.monotonic()
         culprit.kill() if signal == "KILL" else culprit.suspend()
         _, text = job.communicate(timeout=90)
@@ -57,6 +60,7 @@ def test_a_rank_that_dies_or_hangs_ends_all(engine: Path, rank: int, signal: str
     assert time.monotonic() - begin < 60
     _, alive = psutil.wait_procs(everyone, timeout=10)
     assert not alive
+    assert not [path for path in shared if Path(path).exists()]
 
 
 def test_a_rank_ends_with_its_supervisor(engine: Path) -> None:
