@@ -49,7 +49,9 @@ def test_a_rank_that_dies_or_hangs_ends_all(engine: Path, rank: int, signal: str
         everyone = psutil.Process(job.pid).children(recursive=True)
         workers = [p for p in everyone if is_worker(p)]
         culprit = next(p for p in workers if p.environ()["PMI_RANK"] == str(rank))
-        shared = {m.path for p in workers for m in p.memory_maps() if m.path.startswith("/dev/shm/")}
+        shared = {
+            m.path for p in workers for m in p.memory_maps() if m.path.startswith("/dev/shm/")
+        }
         assert any("mpich" in path for path in shared)
         begin = time.monotonic()
         culprit.kill() if signal == "KILL" else culprit.suspend()

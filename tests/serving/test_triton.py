@@ -396,7 +396,14 @@ def shared_memory(server: Triton) -> set[Path]:
     for pid in members(server.process.pid):
         with suppress(psutil.Error):
             found |= {Path(region.path) for region in psutil.Process(pid).memory_maps()}
-    return {path for path in found if path.match("/dev/shm/triton_python_backend*")}
+    held = {path for path in found if path.match("/dev/shm/*")}
+    assert any(path.name.startswith("triton_python_backend") for path in held)
+    return held
+
+
+def left(held: set[Path]) -> list[Path]:
+    """What would stay if everybody were killed now."""
+    return [path for path in held if path.exists()]
 
 
 def test_killed_processes(packages: Path, engine: Path, tmp_path: Path) -> None:
@@ -407,8 +414,7 @@ def test_killed_processes(packages: Path, engine: Path, tmp_path: Path) -> None:
     with running_triton(packages, repository, tmp_path) as server:
         client = http_client.InferenceServerClient(server.http)
         (child,) = set(members(server.process.pid)) - {server.process.pid}
-        held = shared_memory(server)
-        assert held
+        assert not left(shared_memory(server))
         os.kill(child, signal.SIGKILL)
         begin = time.monotonic()
         assert "error" in server.generate("tiny4", text_input="x", max_tokens=3)
@@ -416,14 +422,11 @@ def test_killed_processes(packages: Path, engine: Path, tmp_path: Path) -> None:
         assert alive(server) == 1
         client.unload_model("tiny4")
         wait_for(lambda: not client.is_model_ready("tiny4"))
-        for forgotten in held:  # by Triton, when a model's process was killed
-            forgotten.unlink(missing_ok=True)
         client.load_model("tiny4")
         assert server.generate("tiny4", text_input="x", max_tokens=3)["sequence_length"] == 3
-        held = shared_memory(server)
+        assert not left(shared_memory(server))
         client.close()
         server.process.kill()
-    wait_for(lambda: not any(path.exists() for path in held))
 
 
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -439,7 +442,8 @@ def running(processes: list[psutil.Process]) -> list[psutil.Process]:
 def test_a_model_of_several_ranks_starts_and_ends_them(
     packages: Path, tiny_checkpoints: tuple, runtime: Runtime, tmp_path: Path
 ) -> None:
-    """Its process is rank 0. A rank that dies ends the model with a sentence; reloaded, it answers."""
+    """Its process is rank 0. A rank that dies ends the model with a sentence; reloaded, it answers. All
+    ranks end when the model is unloaded, and when the server is killed."""
     engine, repository, log = tmp_path / "two", tmp_path / "repository", tmp_path / "log"
     build_cpu(*tiny_checkpoints, BuildOptions("two", block=8, max_seq_len=512, ranks=2), engine)
     assert main(["triton", str(engine), "-o", str(repository), "--threads", "1"]) == 0
@@ -450,7 +454,7 @@ def test_a_model_of_several_ranks_starts_and_ends_them(
         assert json.loads(answer["figures"])["drafting"] == "on"
         first = psutil.Process(server.process.pid).children(recursive=True)
         worker = next(p for p in first if "dflash_trt.supervisor" in p.cmdline()).children()[0]
-        held = shared_memory(server)
+        assert not left(shared_memory(server))
         worker.kill()
         ended = f"rank 1 ({socket.gethostname()}, process {worker.pid}) has ended; all ranks end"
         wait_for(lambda: ended in log.read_text())
@@ -459,16 +463,21 @@ def test_a_model_of_several_ranks_starts_and_ends_them(
         client = http_client.InferenceServerClient(server.http)
         client.unload_model("two")
         wait_for(lambda: not client.is_model_ready("two"))
-        for forgotten in held:
-            forgotten.unlink(missing_ok=True)
         client.load_model("two")
-        client.close()
         answer = server.generate("two", text_input=QUESTION, max_tokens=24)
         assert answer["text_output"] == wanted.text
         second = psutil.Process(server.process.pid).children(recursive=True)
         assert len(running(second)) == len(first)
-    wait_for(lambda: not running(second), 20)
-    assert log.read_text().count("all ranks end") == 1
+        client.unload_model("two")
+        wait_for(lambda: not running(second), 20)
+        assert log.read_text().count("all ranks end") == 1
+        client.load_model("two")
+        client.close()
+        third = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(running(third)) == len(first)
+        assert not left(shared_memory(server))
+        server.process.kill()
+    wait_for(lambda: not running(third), 20)
 
 
 def test_a_server_stopped_amid_requests_leaves_nothing(
@@ -483,11 +492,9 @@ def test_a_server_stopped_amid_requests_leaves_nothing(
         url = f"http://{server.http}/v2/models/tiny4/generate_stream"
         streams = [urllib.request.urlopen(url, body.encode(), timeout=60) for _ in range(8)]
         assert server.process.poll() is None
-        held = shared_memory(server)
-        assert held
+        assert not left(shared_memory(server))
     for stream in streams:
         stream.close()
-    assert not any(path.exists() for path in held)
 
 
 def test_unload_and_reload(triton: Triton, runtime: Runtime) -> None:

@@ -25,6 +25,8 @@ class TritonPythonModel:
     """Loads the engines once; requests of all clients meet in the runtime's batch."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        _unname_shared_memory()
+        Thread(target=_end_with, args=(os.getppid(),), name="dflash-parent", daemon=True).start()
         config = json.loads(args["model_config"])
         self._batched = config["max_batch_size"] > 0
         self._runtime = _load(config["parameters"], args)
@@ -32,7 +34,6 @@ class TritonPythonModel:
         self._lock, self._awake, self._ended = Lock(), Event(), False
         self._watcher = Thread(target=self._watch, name="dflash-cancel", daemon=True)
         self._watcher.start()
-        Thread(target=_end_with, args=(os.getppid(),), name="dflash-parent", daemon=True).start()
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:
@@ -69,13 +70,18 @@ class TritonPythonModel:
                 time.sleep(_POLL_SECONDS)
 
 
-def _end_with(parent: int) -> None:
-    """A server that is stopped amid requests leaves this process behind; end it, and its memory."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_SECONDS)
+def _unname_shared_memory() -> None:
+    """Server and model have their shared memory open by now. Triton takes its name away when the model
+    is unloaded, and leaves the file behind if either of them was killed."""
     for argument in Path("/proc/self/cmdline").read_text().split("\0"):
         if argument.startswith("triton_python_backend_shm_region_"):
             Path("/dev/shm", argument).unlink(missing_ok=True)
+
+
+def _end_with(parent: int) -> None:
+    """A server that is stopped amid requests, or killed, leaves this process behind; end it."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_SECONDS)
     os._exit(1)
 
 
