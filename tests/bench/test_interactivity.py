@@ -6,14 +6,24 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from threading import Lock, Timer
 
 import pytest
 
+from dflash_trt.bench import interactivity
 from dflash_trt.bench.endpoints import Finished, LocalRuntime
-from dflash_trt.bench.interactivity import Level, Timeline, comparison, summarise, sweep
+from dflash_trt.bench.interactivity import (
+    Level,
+    Timeline,
+    comparison,
+    run_level,
+    summarise,
+    sweep,
+)
 from dflash_trt.bench.prompts import lengthened
 from dflash_trt.errors import InputError
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
+from dflash_trt.runtime.metrics import GenerationMetrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "latency_at_interactivity.py"
 
@@ -36,6 +46,25 @@ def test_tokens_are_counted_not_chunks() -> None:
     found = summarise("dflash", 1, 2.0, [line, timeline()])
     assert (found.output_tokens, found.throughput, found.failed) == (10, 5.0, 1)
     assert found.interactivity == pytest.approx(10.0)
+
+
+def test_every_figure_of_a_level() -> None:
+    """A hundred requests with TTFT of 1 to 99 and of 200 ms, TPOT twice that, deliveries four times
+    that apart, of two tokens; and one that failed."""
+    lines = [timeline()]
+    for i in (*range(1, 100), 200):
+        first = 10 + i / 1e3
+        line = timeline((first, 1), (first + 4 * i / 1e3, 2), (first + 8 * i / 1e3, 2))
+        line.generation.metrics = GenerationMetrics(prompt_tokens=7, cycles=2, committed=5)
+        lines.append(line)
+    assert summarise("dflash", 4, 10.0, lines).row() == {
+        "mode": "dflash", "users": 4, "input": 7, "requests": 101, "failed": 1,
+        "tok/s/user": 9.9, "out tok/s": 50.0, "all tok/s": 120.0, "accept": 2.5,
+        "TTFT p50": 50.5, "TTFT p90": 90.1, "TTFT p99": 100.01,
+        "TPOT p50": 101.0, "TPOT p90": 180.2, "TPOT p99": 200.02,
+        "chunk p50": 202.0, "chunk p90": 360.4, "chunk p99": 400.04,
+    }  # fmt: skip
+    assert summarise("autoregressive", 4, 10.0, lines).acceptance_length is None
 
 
 def test_ratios_at_equal_concurrency_and_interactivity() -> None:
@@ -86,6 +115,44 @@ def test_warm_up_and_failures_are_in_no_figure() -> None:
         assert (level.requests, level.failed, level.output_tokens) == (4, 2, 40)
         assert level.ttft_ms["p50"] == pytest.approx(500)
         assert level.interactivity == pytest.approx(47.5, rel=1e-3)
+
+
+def test_the_time_of_the_warm_up_is_not_the_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = timeline((10.5, 1), (10.9, 19))
+
+    def run(_: object, prompts: list, concurrency: int, options: GenerationOptions) -> tuple:
+        return (100.0 if options.max_tokens == 8 else 2.0), [line] * len(prompts)
+
+    monkeypatch.setattr(interactivity, "run_level", run)
+    for level in sweep(Server(), ["one"], [2], GenerationOptions(20)):
+        assert (level.seconds, level.throughput) == (2.0, 40.0)
+
+
+class Busy(Server):
+    """Takes some time for a request; notes how many there are at once, and how many are done."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.done = 0
+        self.lock = Lock()
+
+    def submit(self, prompt: object, options: GenerationOptions, finished: Finished) -> Timeline:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        Timer(0.02, self.end, [finished]).start()
+        return timeline()
+
+    def end(self, finished: Finished) -> None:
+        with self.lock:
+            self.now, self.done = self.now - 1, self.done + 1
+        finished()
+
+
+def test_as_many_requests_are_in_flight_as_there_are_users() -> None:
+    server = Busy()
+    seconds, lines = run_level(server, ["one"] * 7, 3, GenerationOptions(4))
+    assert (server.most, server.done, len(lines)) == (3, 7, 7)
+    assert seconds > 0.06, "three times three at once"
 
 
 def test_a_sweep_over_an_engine(tiny_engine: Path) -> None:

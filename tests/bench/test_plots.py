@@ -44,6 +44,19 @@ def test_curves_are_drawn_by_mode_and_concurrency(monkeypatch: pytest.MonkeyPatc
     ):
         assert x in axes.get_xlabel()
         assert y in axes.get_ylabel()
+    for axes in (pareto, ttft, tpot):
+        for x, y in (point for i in range(len(axes.lines)) for point in line(axes, i)):
+            assert axes is not pareto or 0 < x < 0.95 * axes.get_xlim()[1]
+            assert 0 < y < 0.95 * axes.get_ylim()[1]
+
+
+def test_lines_of_latency_say_which_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = draw_instead(monkeypatch, plots)
+    plots.figures(LEVELS, "")
+    for axes in drawn[1].axes:
+        assert [drawn.get_label() for drawn in axes.lines] == [
+            "autoregressive, median", "autoregressive, p90", "DFlash, median", "DFlash, p90",
+        ]  # fmt: skip
 
 
 def line_values(axes: Axes) -> list[tuple[list, list]]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from threading import Event
 
@@ -159,9 +160,15 @@ def test_key_and_body_size(tiny_engine: Path) -> None:
         with pytest.raises(openai.AuthenticationError):
             served.client("guess").models.list()
         assert served.client("secret").models.list().data
-        assert httpx2.get(f"{served.url}/ready").status_code == 200
-        assert httpx2.get(f"{served.url}/metrics").status_code == 401
         key = {"Authorization": "Bearer secret"}
+        paths = httpx2.get(f"{served.url}/openapi.json", headers=key).json()["paths"]
+        assert {"/metrics", "/v1/completions", "/v1/chat/completions"} < set(paths)
+        for path, methods in paths.items():
+            wanted = 200 if path in ("/health", "/ready") else 401
+            url = served.url + path.replace("{model}", "tiny")
+            for method, wrong in product(methods, ({}, {"Authorization": "Bearer guess"})):
+                found = httpx2.request(method, url, headers=wrong).status_code
+                assert found == wanted, path
         url = f"{served.url}/v1/completions"
         big = json.dumps({"prompt": "x" * 5000}).encode()
         assert httpx2.post(url, content=big, headers=key).status_code == 413
