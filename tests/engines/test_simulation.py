@@ -9,12 +9,14 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from dflash_trt.bench.simulate import measure, report
+from dflash_trt.bench.simulate import Measurement, Reading, measure, report
 from dflash_trt.cli import main
 from dflash_trt.engines.directory import read_manifest
 from dflash_trt.engines.simulation import build_simulation
 from dflash_trt.engines.tensorrt_weights import read_weights
 from dflash_trt.quantization import fp8, nvfp4
+from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
+from dflash_trt.runtime.metrics import GenerationMetrics
 
 TEXT = "Quantised weights and activations are rounded; a text shows what that costs. " * 2
 
@@ -104,6 +106,40 @@ def test_figures_get_worse_with_fewer_bits(simulations):
     assert 1 > eight["top1_agreement"]["text"] > four["top1_agreement"]["text"] > 0.3
     assert eight["perplexity"]["engine"] != four["perplexity"]["engine"]
     assert all(f["acceptance_length"]["engine"] >= 1 for f in figures.values())
+
+
+def test_what_is_read_is_what_was_said(simulations):
+    """Given its own answers, an engine finds each token the most likely one, as likely as it was."""
+    prompts = ["What is 12 plus 30?", "Name two planets."]
+    runtime = Runtime.load(simulations / "bf16")
+    said = [runtime.generate(p, GenerationOptions(16, logprobs=0)) for p in prompts]
+    found = measure(simulations / "bf16", prompts, TEXT, 16)
+    assert [g.tokens for g in found.generations] == [g.tokens for g in said]
+    assert found.answers.best.tolist() == [t for g in said for t in g.tokens]
+    wanted = [entry.logprob for g in said for entry in g.logprobs]
+    np.testing.assert_allclose(found.answers.logprobs, wanted, atol=1e-4)
+
+
+def measured(best, probabilities, accepted):
+    """Two positions of a text, one of an answer, from two cycles with two drafts each."""
+    metrics = GenerationMetrics(
+        cycles=2, drafted=4, accepted_by_slot=accepted, drafted_by_slot=[2, 2]
+    )
+    answer = Generation(tokens=[best[0]], metrics=metrics)
+    text = Reading(np.array(best), np.log(probabilities))
+    return Measurement([answer], text, Reading(np.array([5]), np.log([0.1])))
+
+
+def test_the_report_names_what_is_whose():
+    figures = report(measured([3, 4], [0.5, 0.125], [2, 1]), measured([3, 6], [0.5, 0.5], [1, 0]))
+    assert figures == {
+        "prompts": 1,
+        "answers_that_differ": 0,
+        "top1_agreement": {"text": 0.5, "answers": 1.0},
+        "positions": {"text": 2, "answers": 1},
+        "perplexity": {"engine": 4.0, "reference": 2.0},
+        "acceptance_length": {"engine": 2.5, "reference": 1.5},
+    }
 
 
 def test_the_command_prints_the_report_and_leaves_nothing_behind(
