@@ -21,6 +21,8 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
+from dflash_trt.engines.memory import keep_little_free_memory
+
 ALIGNMENT = 4096  # a page: what is mapped starts on one
 WEIGHTS_FILE = "weights.bin"
 SEGMENTS_FILE = "segments.json"  # of a mesh: the collectives between the segments, in order
@@ -82,6 +84,7 @@ def compile_models(
 
     `weights` makes for each weight the arrays that the lowered models read, by their names.
     """
+    keep_little_free_memory()
     raw = folder / "raw.bin"
     placed = _write_raw(raw, weights, progress)
     shared = _shared_inputs(models.values())
@@ -173,8 +176,8 @@ def _move_blobs(
     file_of: Callable[[str], WeightsFile],
     shared: set[str],
 ) -> None:
-    """Point every external initializer to its weights file, packed forms only of what is shared."""
-    data = np.memmap(packed, np.uint8, "r")
+    """Point every external initializer to its weights file, packed forms only of what is shared.
+    One blob is in memory at a time."""
     for tensor in _initializers(model.graph):
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             continue
@@ -185,7 +188,7 @@ def _move_blobs(
         file = file_of(tensor.name)
 
         def moved(offset: int, length: int, file: WeightsFile = file) -> int:
-            return file.append(data[offset : offset + length].data)
+            return file.append(np.fromfile(packed, np.uint8, length, offset=offset).data)
 
         del tensor.external_data[:]
         _set_location(tensor, file.name, moved(offset, length), length)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 BLOCK = 32
+_AT_ONCE = 1 << 20  # weights; a few fp32 arrays of as many stand beside what is made
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,25 @@ class IntegerForm:
         return dict(zip(self.labels(weight), self.quantize(array), strict=True))
 
 
+def _column_by_column(
+    quantize: Callable[[np.ndarray], tuple[np.ndarray, ...]], weight: np.ndarray, axis: int
+) -> tuple[np.ndarray, ...]:
+    """`quantize(weight)`, a few of its columns at a time; `axis` is theirs in each result."""
+    inner, outer = weight.shape
+    step = max(1, _AT_ONCE // inner)
+    made = [quantize(weight[:, first : first + step]) for first in range(0, outer, step)]
+    return tuple(np.concatenate(pieces, axis) for pieces in zip(*made, strict=True))
+
+
 def _blocks8(weight: np.ndarray) -> tuple[np.ndarray, ...]:
-    return _blocks(weight, 255)
+    return _column_by_column(lambda columns: _blocks(columns, 255), weight, axis=0)
 
 
 def _blocks4(weight: np.ndarray) -> tuple[np.ndarray, ...]:
+    return _column_by_column(_packed_blocks, weight, axis=0)
+
+
+def _packed_blocks(weight: np.ndarray) -> tuple[np.ndarray, ...]:
     q, scale, zero = _blocks(weight, 15)
     zero = _pack_pairs(np.pad(zero, ((0, 0), (0, zero.shape[1] % 2))))
     return _pack_pairs(q), scale, zero
@@ -70,6 +85,10 @@ def _pack_pairs(values: np.ndarray) -> np.ndarray:
 
 def _columns8(weight: np.ndarray) -> tuple[np.ndarray, ...]:
     """q int8 [K, N], scale fp32 [N]."""
+    return _column_by_column(_columns, weight, axis=-1)
+
+
+def _columns(weight: np.ndarray) -> tuple[np.ndarray, ...]:
     scale = np.abs(weight).max(0) / np.float32(127)
     scale[scale == 0] = 1
     return np.rint(weight / scale).astype(np.int8), scale
