@@ -117,6 +117,14 @@ def test_warm_up_and_failures_are_in_no_figure() -> None:
         assert level.interactivity == pytest.approx(47.5, rel=1e-3)
 
 
+def test_a_level_of_which_everything_fails_ends_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = timeline()
+    line.failure = "refused"
+    monkeypatch.setattr(interactivity, "run_level", lambda *_: (1.0, [line] * 4))
+    with pytest.raises(InputError, match="concurrency 2, autoregressive: refused"):
+        sweep(Server(), ["one"], [2], GenerationOptions(20))
+
+
 def test_the_time_of_the_warm_up_is_not_the_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     line = timeline((10.5, 1), (10.9, 19))
 

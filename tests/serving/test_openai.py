@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from openai.types.completion_choice import Logprobs
 
 from dflash_trt.runtime.generate import Generation, GenerationOptions
 from tests.serving.conftest import Served
@@ -27,10 +28,9 @@ def test_chat_is_the_runtimes_answer(served: Served) -> None:
     answer, wanted = chat(served), expected(served)
     assert answer.choices[0].message.content == wanted.text
     assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.model_dump(include={"prompt_tokens", "completion_tokens"}) == {
-        "prompt_tokens": wanted.metrics.prompt_tokens,
-        "completion_tokens": 24,
-    }
+    counts = {"prompt_tokens": wanted.metrics.prompt_tokens, "completion_tokens": 24}
+    counts["total_tokens"] = sum(counts.values())
+    assert answer.usage.model_dump(include=counts) == counts
     figures = answer.choices[0].dflash
     assert figures["drafting"] == "on"
     assert figures["acceptance_length"] == round(wanted.metrics.acceptance_length, 3)
@@ -90,9 +90,21 @@ def test_choices_have_seeds_of_their_own(served: Served) -> None:
     assert len(set(texts)) == 3
     assert answer.usage.completion_tokens == 72
     streamed = ["", "", ""]
-    for chunk in chat(served, n=3, temperature=1, seed=11, stream=True):
+    usage = {"stream_options": {"include_usage": True}}
+    *chunks, last = chat(served, n=3, temperature=1, seed=11, stream=True, **usage)
+    for chunk in chunks:
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert streamed == texts
+    assert last.usage == answer.usage
+
+
+def test_ends_that_are_asked_for(served: Served) -> None:
+    assert chat(served, max_completion_tokens=5).usage.completion_tokens == 5
+    wanted = expected(served)
+    token = wanted.tokens[6]
+    answer = chat(served, extra_body={"stop_token_ids": [token]})
+    assert answer.usage.completion_tokens == wanted.tokens.index(token)
+    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_stop(served: Served) -> None:
@@ -110,6 +122,11 @@ def test_chat_logprobs(served: Served) -> None:
     wanted = expected(served, logprobs=3).logprobs
     assert [entry.logprob for entry in content] == pytest.approx([e.logprob for e in wanted])
     assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in content)  # greedy
+    text = served.runtime.codec.text
+    assert [entry.token for entry in content] == [text([e.token]) for e in wanted]
+    assert [[t.token for t in entry.top_logprobs] for entry in content] == [
+        [text([token]) for token, _ in e.top] for e in wanted
+    ]
     chunks = chat(served, logprobs=True, stream=True)
     entries = [e for c in chunks if (lp := c.choices[0].logprobs) for e in lp.content]
     assert [e.logprob for e in entries] == pytest.approx([e.logprob for e in wanted])
@@ -125,12 +142,23 @@ def test_completions_take_text_and_tokens(served: Served) -> None:
     many = create(model="tiny", prompt=["Once upon", "A"], temperature=0, n=2)
     assert [c.text == wanted.text for c in many.choices] == [True, True, False, False]
     assert many.usage.prompt_tokens == len(ids) + 1
-    logprobs = create(model="tiny", prompt=ids, temperature=0, logprobs=2).choices[0].logprobs
-    assert logprobs.token_logprobs == pytest.approx([e.logprob for e in wanted.logprobs])
+    for choice in create(model="tiny", prompt=ids, temperature=0, logprobs=2, n=2).choices:
+        check_logprobs(served, choice.logprobs, wanted)
     text = "".join(
         c.choices[0].text for c in create(model="tiny", prompt=ids, temperature=0, stream=True)
     )
     assert text == wanted.text
+
+
+def check_logprobs(served: Served, found: Logprobs, wanted: Generation) -> None:
+    """Of a choice of a plain completion; each token begins where the texts of all before it end."""
+    text = served.runtime.codec.text
+    tokens = [text([token]) for token in wanted.tokens]
+    assert found.token_logprobs == pytest.approx([e.logprob for e in wanted.logprobs])
+    assert found.tokens == tokens
+    assert found.text_offset == [len("".join(tokens[:i])) for i in range(len(tokens))]
+    for top, entry in zip(found.top_logprobs, wanted.logprobs, strict=True):
+        assert top == pytest.approx({text([token]): value for token, value in entry.top})
 
 
 def test_messages_in_parts_and_with_roles(served: Served) -> None:
