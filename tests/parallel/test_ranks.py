@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from socket import socketpair
+from socket import create_connection, create_server, socketpair
 from threading import Event, Thread
 from time import monotonic
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
+import dflash_trt
 from dflash_trt.bench.compare import compare
+from dflash_trt.engines import mpi
 from dflash_trt.engines.directory import read_manifest
 from dflash_trt.engines.mesh import Step, decode, encode, message_size
 from dflash_trt.engines.onnxruntime import OnnxRuntimePair
@@ -134,6 +138,37 @@ def test_a_rank_that_lives_and_does_not_come_ends_all(
     assert b'{"fail": "rank 1 keeps' in there.recv(1 << 20)
     here.close()
     there.close()
+
+
+def test_a_stranger_is_no_rank() -> None:
+    """Whoever knows not the secret of this mesh, a rank of another model perhaps, is turned away."""
+    secret, rank = b"of this mesh" + b"." * 4, (1).to_bytes(4, "little")
+    with create_server(("127.0.0.1", 0)) as server:
+        stranger, own = (create_connection(server.getsockname(), 10) for _ in range(2))
+        stranger.sendall(b"of that mesh" + b"." * 4 + rank)
+        own.sendall(secret + rank)
+        links = mpi._accept(server, secret, 1)
+    assert list(links) == [1]
+    assert stranger.recv(1) == b""
+    links[1].sendall(b"word")
+    assert own.recv(4) == b"word"
+    for each in (stranger, own, links[1]):
+        each.close()
+
+
+@pytest.mark.parametrize("version", [dflash_trt.__version__, ort.__version__])
+def test_ranks_of_two_versions_are_no_mesh(
+    tiny_engines: dict[int, Path], monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    class Comm:
+        rank, size = 0, 2
+
+        def allgather(self, own: mpi.Member) -> list[mpi.Member]:
+            return [own, replace(own, rank=1, build=own.build.replace(version, "0.0"))]
+
+    monkeypatch.setattr(mpi, "_communicator", lambda *_: Comm())
+    with pytest.raises(InputError, match=r"rank 1 \(.*\) has another build of .* than rank 0"):
+        mpi.join(tiny_engines[2], 2)
 
 
 def test_a_step_survives_the_message() -> None:
