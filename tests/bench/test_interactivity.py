@@ -22,6 +22,11 @@ from dflash_trt.bench.interactivity import (
 )
 from dflash_trt.bench.prompts import lengthened
 from dflash_trt.errors import InputError
+from dflash_trt.planner.calibration import GRAPHS
+from dflash_trt.planner.hardware import find_gpu
+from dflash_trt.planner.interactivity import curves
+from dflash_trt.planner.roofline import Setting
+from dflash_trt.planner.shapes import find_plan
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
 from dflash_trt.runtime.metrics import GenerationMetrics
 
@@ -215,6 +220,39 @@ def test_the_example_writes_its_figures(
     assert "http" not in page
     for part in ("tiny, measured", "<th>plain ends at</th>", "TPOT: (end-to-end - TTFT)"):
         assert part in page
+
+
+def test_the_example_asks_for_what_its_options_say(
+    tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    asked = []
+
+    def noted(
+        endpoint: object, prompts: list, users: list, options: GenerationOptions, **_: object
+    ):
+        asked.append((users, options))
+        return [level(mode, 1, 10.0, 100) for mode in ("autoregressive", "dflash")]
+
+    monkeypatch.setattr(interactivity, "sweep", noted)
+    options = ["--osl", 16, "--block", 4, "--concurrency", "1,3"]
+    assert run_example(monkeypatch, tiny_engine, *options, "-o", tmp_path) == 0
+    assert asked == [([1, 3], GenerationOptions(16, width=4, ignore_eos=True))]
+
+
+def test_modelled_figures_are_the_planners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--modelled", "b300", "--tp", 8, "--tau", 3, "--concurrency", "1,4"]
+    assert run_example(monkeypatch, *options, "-o", tmp_path) == 0
+    levels = json.loads((tmp_path / "levels.json").read_text())["levels"]
+    plan = find_plan("gpt-oss-120b")
+    setting = Setting(plan, find_gpu("b300"), GRAPHS, "mxfp4", 1, 2048, plan.block, ranks=8)
+    both = curves(setting, 3.0, (1, 4))
+    for row, point in zip(levels, (*both.plain, *both.dflash), strict=True):
+        assert row["users"] == point.batch
+        assert row["tok/s/user"] == pytest.approx(point.interactivity, rel=1e-3)
+        assert row["out tok/s"] == pytest.approx(point.throughput, rel=1e-2)
+    assert [row["accept"] for row in levels] == [None, None, 3, 3]
 
 
 def test_modelled_figures_are_marked(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import runpy
 import signal
 import subprocess
@@ -87,14 +88,51 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def test_without_a_terminal_there_is_only_the_result(
-    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "--drafts", 16) == 0
     shown = capsys.readouterr().out
     assert "(16 + 12) / (2 + 12) = 2.00x" in shown
+    assert "expected tokens per cycle (1 - a^(K+1)) / (1 - a) = 4.89" in " ".join(shown.split())
     assert "\x1b" not in shown
+    slow, fast = (rows(shown)[name] for name in ("sequential", "block"))
+    assert (slow[:3], fast[:3]) == ([16, 16, 12], [2, 2, 12])  # calls, draft, verify
+    for calls, draft, verify, cycles, tokens, each, whole, ratio in (slow, fast):
+        assert whole == cycles * (draft + verify)
+        assert each == pytest.approx(tokens / cycles, abs=0.01)
+        assert ratio == (2 if calls == 16 else 1)
+
+
+def rows(shown: str) -> dict[str, list[float]]:
+    """Numbers of the table of results, by drafter."""
+    cells = [line.split() for line in shown.splitlines()]
+    return {
+        c[0]: [float(number.rstrip("x")) for number in c[1:]]
+        for c in cells
+        if c and c[0] in ("sequential", "block") and len(c) == 9
+    }
+
+
+def test_the_measured_race_is_told_in_milliseconds(
+    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(monkeypatch, tiny_engine, "--tokens", 16) == 0
-    assert "MEASURED" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "MEASURED" in shown
+    slow, fast = (rows(shown)[name] for name in ("sequential", "block"))
+    for _, draft, verify, cycles, _, _, whole, _ in (slow, fast):
+        assert whole == pytest.approx(cycles * (draft + verify), abs=0.5 + 0.01 * cycles)
+    numbers = re.findall(r"[\d.]+(?= ms|x)", shown[shown.index("a call for one") :])
+    token, block, verify, *_, expected, ratio = map(float, numbers)
+    assert token == pytest.approx(slow[1] / 7, abs=0.01)
+    assert (block, verify) == pytest.approx((fast[1], (slow[2] + fast[2]) / 2), abs=0.011)
+    assert expected == pytest.approx((7 * token + verify) / (block + verify), rel=0.15)
+    assert ratio == pytest.approx(slow[7], abs=0.011)
+
+
+def test_bad_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(monkeypatch, "--acceptance", 2) == 2
     assert capsys.readouterr() == ("", "drafting_race: acceptance 2: must be 0 to 1\n")
 

@@ -213,6 +213,33 @@ def test_the_command_marks_its_figures(capsys: pytest.CaptureFixture[str], tmp_p
     assert "figures.json: holds no acceptance_per_slot" in capsys.readouterr().err
 
 
+def test_the_command_shows_the_models_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every column of the first table and of both passes, and what the floor is made of."""
+    s = setting("gpt-oss-120b", "b200", ranks=8)
+    arguments = ["plan", "--target", "gpt-oss-120b", "--gpu", "b200", "--tau", "4.4", "--tp", "8"]
+    assert main(arguments) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    both = curves(s, 4.4, (1, 64))
+    for c, plain, dflash in zip(both.cycles, both.plain, both.dflash, strict=True):
+        cells = [f"{c.batch}", f"{c.step.seconds * 1e3:.2f}", f"{c.seconds * 1e3:.2f}"]
+        cells += [f"{c.cost:.2f}", f"{c.speedup:.2f}"]
+        cells += [f"{p.interactivity:.0f}" for p in (plain, dflash)]
+        cells += [f"{p.throughput:.0f}" for p in (plain, dflash)]
+        assert " ".join(cells) + f" {c.verify.bound}" in out
+        for p in (c.verify, c.draft):
+            cells = [f"{c.batch}", f"{p.weight_bytes / 1e9:.2f}", f"{p.cache_bytes / 1e9:.2f}"]
+            cells += [f"{p.experts:.1f}" if p.experts else "-", f"{p.operations / 1e12:.2f}"]
+            times = (p.memory, p.compute, p.launches, p.collectives, p.seconds)
+            assert " ".join([*cells, *(f"{1e3 * time:.2f}" for time in times)]) in out
+    one = both.cycles[0]
+    parts = one.draft.launches, one.verify.launches, one.verify.collectives, one.host
+    draft, verify, sums, host = (f"{1e3 * part:.2f}" for part in parts)
+    assert (
+        f"{1e3 * sum(parts):.2f} ms are floor: launches of the draft {draft}, launches of the "
+        f"verify {verify}, all-reduces {sums}, host {host}" in out
+    )
+
+
 def test_the_command_says_what_several_gpus_hold_and_say(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
