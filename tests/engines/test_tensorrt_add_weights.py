@@ -155,6 +155,43 @@ def test_the_same_sizes_are_not_the_same_checkpoint(
     assert main(arguments(engine, *pair)) == 0
 
 
+def test_plans_with_another_table_are_refused(
+    engine: Path, pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a release that writes other graphs of the same configuration would find them."""
+    manifest = read_manifest(engine)
+    *others, last = manifest.weights
+    wider = {**last, "shape": [2 * n for n in last["shape"]]}
+    write_manifest(engine, dataclasses.replace(manifest, weights=(*others, wider)))
+    refused(capsys, engine, pair, f"its plans take {last['name']} {wider['shape']}, this checkp")
+    write_manifest(engine, dataclasses.replace(manifest, weights=tuple(others)))
+    refused(capsys, engine, pair, f"its plans take {len(others)} weights, this checkpoint makes")
+
+
+def test_a_tokenizer_with_more_entries_is_refused(
+    engine: Path, pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plans cut the logits behind those that they were compiled for."""
+    write_manifest(engine, dataclasses.replace(read_manifest(engine), vocab_size=280))
+    refused(
+        capsys, engine, pair, "its tokenizer has 288 entries, the engine's plans choose from 280"
+    )
+
+
+def test_a_tokenizer_with_fewer_entries_leaves_the_plans_logits(
+    engine: Path, pair: Pair, tmp_path: Path
+) -> None:
+    """Buffers are as wide as what the plans write, whatever the tokenizer has."""
+    other = Path(shutil.copytree(pair[0], tmp_path / "other"))
+    path = other / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["added_tokens"] = values["added_tokens"][:-8]
+    path.write_text(json.dumps(values))
+    assert open_target(other).config.token_count == 280
+    assert main(arguments(engine, other, pair[1])) == 0
+    assert read_manifest(engine).vocab_size == 288
+
+
 def test_a_run_that_fails_midway_leaves_the_plans(
     engine: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

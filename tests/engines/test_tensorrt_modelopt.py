@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -15,8 +16,9 @@ from dflash_trt.cli import main
 from dflash_trt.engines import tensorrt_build
 from dflash_trt.engines.build import BuildOptions, source_graphs
 from dflash_trt.engines.plan import Plan
-from dflash_trt.engines.tensorrt_directory import quantised_weights, read_plans
+from dflash_trt.engines.tensorrt_directory import quantised_weights, read_plans, write_weights_of
 from dflash_trt.engines.tensorrt_weights import read_weights
+from dflash_trt.errors import InputError
 from tests import tiny
 from tests.checkpoints.test_modelopt import export
 
@@ -121,3 +123,15 @@ def test_an_export_built_in_another_precision_is_quantised_anew(tmp_path, tiny_c
     ):
         options = BuildOptions("t", 4, precision, max_seq_len=64)
         assert quantised_weights(source_graphs(*pair, options), precision)[1] == kept
+
+
+def test_plans_that_quantise_what_the_export_left_out_are_refused(tmp_path, tiny_checkpoints):
+    """Plans of the configuration alone, in which every module is quantised."""
+    exported(tmp_path / "t", "FP8")
+    pair = open_target(tmp_path / "t"), tiny_checkpoints[1]
+    options = BuildOptions("t", 4, "fp8", max_seq_len=64)
+    planned, _ = quantised_weights(source_graphs(*tiny_checkpoints, options), "fp8")
+    report = SimpleNamespace(bindings=[SimpleNamespace(made_of=(n, "fp8")) for n in planned])
+    sources = source_graphs(*pair, options)
+    with pytest.raises(InputError, match="t: the plans quantise other weights than this export"):
+        write_weights_of(tmp_path, *pair, sources, options, [report], lambda _: None)
