@@ -23,6 +23,7 @@ class Channel:
     def __init__(self, broken: bool = False) -> None:
         self.ended, self.asked = Event(), Event()
         self.ended_while_asked = False
+        self.finals = 0
         self.errors: list[str] = []
         self._broken = broken
 
@@ -30,6 +31,7 @@ class Channel:
         if self._broken:
             raise ValueError("no room")
         if final:
+            self.finals += 1
             self.ended.set()
 
     def fail(self, message: str, kind: str) -> None:
@@ -63,6 +65,7 @@ def test_nothing_ends_while_a_cancellation_is_asked_for(runtime: Runtime) -> Non
     channel.asked.clear()
     exchange.poll()
     assert not channel.asked.is_set()
+    assert (channel.finals, channel.errors) == (1, [])
 
 
 def test_an_answer_that_cannot_be_sent_is_an_error(runtime: Runtime) -> None:
