@@ -112,7 +112,8 @@ def test_warm_up_and_failures_are_in_no_figure() -> None:
     """Of each level one short request per user comes first; a failed one, whatever it had sent
     before, is counted as that only."""
     server = Server()
-    plain, drafted = sweep(server, ["one", "two"], [2], GenerationOptions(20))
+    plain, drafted = sweep(server, ["one", "two"], [2], GenerationOptions(20, ignore_eos=True))
+    assert all(o.ignore_eos for o in server.asked)
     short, full = (False, 8), (False, 20)
     assert [(o.draft, o.max_tokens) for o in server.asked[:6]] == [short] * 2 + [full] * 4
     assert all(o.draft for o in server.asked[6:])

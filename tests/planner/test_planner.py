@@ -99,14 +99,20 @@ def test_what_a_pass_reads_and_computes() -> None:
     attention = 4 * 2048 * 4096 * 36  # operations per token
     assert step.operations == pytest.approx(4 * (2 * 7.57e9 + attention), rel=0.01)
     assert verify.operations == pytest.approx(8 * step.operations)
-    for one in (step, verify, cycle(s, 4.0).draft):
+    draft = cycle(s, 4.0).draft  # five layers, the projection of five taps, the lm_head
+    assert draft.weight_bytes == pytest.approx(2 * (0.965e9 + 0.084e9 + 0.622e9), rel=0.01)
+    assert draft.cache_bytes == 4 * 2048 * 20_480
+    for one in (step, verify, draft):
         bandwidth = SGLANG.e_bw * s.gpu.bandwidth
         assert one.memory == pytest.approx((one.weight_bytes + one.cache_bytes) / bandwidth)
         assert one.compute == pytest.approx(one.operations / (SGLANG.e_ops * s.gpu.bf16))
     assert verify.launches == pytest.approx(36 * SGLANG.layer + SGLANG.pass_)
     moe = cycle(setting("gpt-oss-120b", "b300", batch=2, block=10, ranks=8), 4.0)
     assert moe.verify.experts == pytest.approx(128 * (1 - (124 / 128) ** 20))
-    assert moe.verify.collectives > 2 * 36 * SGLANG.reduce > moe.draft.collectives == 0
+    summed = 20 * 2880 * 2  # bytes, of bf16
+    each = SGLANG.reduce + 2 * summed / find_gpu("b300").link
+    assert moe.verify.collectives == pytest.approx(2 * 36 * each)
+    assert moe.draft.collectives == 0
 
 
 def test_acceptance_over_the_block() -> None:
