@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 from dflash_trt.bench.simulate import Measurement, Reading, measure, report
-from dflash_trt.cli import main
+from dflash_trt.cli import main, simulate
 from dflash_trt.engines.directory import read_manifest
 from dflash_trt.engines.simulation import build_simulation
 from dflash_trt.engines.tensorrt_weights import read_weights
@@ -154,7 +154,17 @@ def test_the_command_prints_the_report_and_leaves_nothing_behind(
         "--prompts", tmp_path / "p.jsonl", "--text", tmp_path / "t.txt",
         "--json", tmp_path / "f.json",
     ]  # fmt: skip
+    calls = []
+
+    def noted(*arguments):
+        calls.append((arguments[4], measure(*arguments)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(simulate, "measure", noted)
     assert main([str(a) for a in arguments]) == 0
+    (own, reference), (given, _) = calls
+    assert own is None
+    assert given == [g.tokens for g in reference.generations], "both read the reference's answers"
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["prompts"] == 1
     assert f"engine {figures['perplexity']['engine']}" in capsys.readouterr().out

@@ -130,6 +130,17 @@ def test_chat_logprobs(served: Served) -> None:
     chunks = chat(served, logprobs=True, stream=True)
     entries = [e for c in chunks if (lp := c.choices[0].logprobs) for e in lp.content]
     assert [e.logprob for e in entries] == pytest.approx([e.logprob for e in wanted])
+    assert [e.token for e in entries] == [text([e.token]) for e in wanted]
+
+
+def test_logprobs_of_drawn_tokens(served: Served) -> None:
+    """Of the tokens that were drawn, seldom the most likely ones, and without penalties or heat."""
+    drawn = {"temperature": 0.7, "seed": 3, "presence_penalty": 1.0}
+    content = chat(served, **drawn, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    wanted = expected(served, **drawn, logprobs=2).logprobs
+    assert [e.token for e in content] == [served.runtime.codec.text([e.token]) for e in wanted]
+    assert [e.logprob for e in content] == pytest.approx([e.logprob for e in wanted])
+    assert any(e.logprob < e.top_logprobs[0].logprob for e in content)
 
 
 def test_completions_take_text_and_tokens(served: Served) -> None:
