@@ -129,9 +129,10 @@ def test_gpt_oss_is_what_its_config_says(name: str, experts: int) -> None:
     assert config.experts == Experts(experts, per_token=4, alpha=1.702, limit=7.0)
     assert config.rope == find_recipe(name).described_drafter().config.rope
     assert (config.rope.theta, config.rope.kind) == (150000.0, "yarn")
-    assert config.rope.scaling is not None
-    numbers = [config.rope.scaling[k] for k in ("factor", "original_max_position_embeddings")]
-    assert numbers == [32.0, 4096]
+    assert config.rope.scaling == {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 4096,
+    }  # fmt: skip
 
 
 def test_a_wide_verify_drafts_what_was_trained(tmp_path: Path) -> None:
