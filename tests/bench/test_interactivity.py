@@ -57,6 +57,7 @@ def test_every_figure_of_a_level() -> None:
     """A hundred requests with TTFT of 1 to 99 and of 200 ms, TPOT twice that, deliveries four times
     that apart, of two tokens; and one that failed."""
     lines = [timeline()]
+    lines[0].generation.metrics = GenerationMetrics(prompt_tokens=9, cycles=9, committed=9)
     for i in (*range(1, 100), 200):
         first = 10 + i / 1e3
         line = timeline((first, 1), (first + 4 * i / 1e3, 2), (first + 8 * i / 1e3, 2))

@@ -62,6 +62,9 @@ def test_stream_is_the_same_answer(served: Served) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 24
     assert len({chunk.id for chunk in chunks}) == 1
+    raw = served.post("/v1/completions", prompt="x", max_tokens=3, stream=True).text
+    assert raw.endswith("}\n\ndata: [DONE]\n\n")
+    assert raw.count("[DONE]") == 1
 
 
 def test_usage_is_streamed_on_request_only(served: Served) -> None:

@@ -84,7 +84,9 @@ def test_a_client_that_stops_reading_is_cut_off(tiny_engine: Path) -> None:
         with open_request(served, content, buffer=4096) as connection:
             text = b""
             while b"[DONE]" not in text[-20:]:
-                text += connection.recv(1 << 16)
+                piece = connection.recv(1 << 16)
+                assert piece, "closed before its end"
+                text += piece
                 time.sleep(0.001)
 
 
