@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dflash_trt.runtime.generate import Runtime
+from dflash_trt.runtime.generate import GenerationOptions, Runtime
 from dflash_trt.serving.triton.exchange import Exchange
 from tests.serving.conftest import wait_for
 
@@ -24,12 +24,14 @@ class Channel:
         self.ended, self.asked = Event(), Event()
         self.ended_while_asked = False
         self.finals = 0
+        self.sent: list[Mapping[str, NDArray]] = []
         self.errors: list[str] = []
         self._broken = broken
 
     def send(self, tensors: Mapping[str, NDArray], final: bool) -> None:
         if self._broken:
             raise ValueError("no room")
+        self.sent.append(tensors)
         if final:
             self.finals += 1
             self.ended.set()
@@ -75,3 +77,42 @@ def test_an_answer_that_cannot_be_sent_is_an_error(runtime: Runtime) -> None:
     assert channel.ended.wait(10)
     assert channel.errors == ["INTERNAL: the engine failed: ValueError: no room"]
     assert exchange.closed
+
+
+def test_pieces_of_a_streamed_answer(runtime: Runtime) -> None:
+    """The prompt is in the first one only; sums of log-probabilities are of all pieces so far."""
+    flags = ("stream", "return_cumulative_logprob", "return_num_output_tokens")
+    tensors = TENSORS | {name: np.array([True]) for name in flags}
+    tensors |= {"exclude_input_in_output": np.array([False]), "max_tokens": np.array([9], np.int32)}
+    channel = Channel()
+    exchange = Exchange(channel, batched=False)
+    exchange.start(tensors, runtime)
+    assert channel.ended.wait(10)
+    wanted = runtime.generate("Why?", GenerationOptions(9, logprobs=0))
+    assert len(channel.sent) > 1
+    text = b"".join(piece["text_output"][0] for piece in channel.sent).decode()
+    assert text == "Why?" + wanted.text
+    counts = [int(piece["num_output_tokens"][0]) for piece in channel.sent]
+    assert sum(counts) == len(wanted.tokens)
+    sums = np.cumsum([entry.logprob for entry in wanted.logprobs])
+    for piece, end in zip(channel.sent, np.cumsum(counts), strict=True):
+        assert piece["cumulative_logprob"][0] == pytest.approx(sums[end - 1], rel=1e-5)
+
+
+def test_rows_have_their_own_answers(runtime: Runtime) -> None:
+    texts = ["Why?", "How?"]
+    tensors = {
+        "text_input": np.array([[text.encode()] for text in texts], np.object_),
+        "max_tokens": np.array([[5], [7]], np.int32),
+        "return_log_probs": np.array([[True], [True]]),
+    }
+    channel = Channel()
+    Exchange(channel, batched=True).start(tensors, runtime)
+    assert channel.ended.wait(10)
+    found = {int(piece["batch_index"][0, 0]): piece for piece in channel.sent}
+    assert sorted(found) == [0, 1]
+    for index, (text, count) in enumerate(zip(texts, (5, 7), strict=True)):
+        wanted = runtime.generate(text, GenerationOptions(count, logprobs=0))
+        assert found[index]["output_ids"][0].tolist() == wanted.tokens
+        logprobs = [entry.logprob for entry in wanted.logprobs]
+        assert found[index]["output_log_probs"][0] == pytest.approx(logprobs, rel=1e-5)
