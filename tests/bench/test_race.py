@@ -39,6 +39,11 @@ def test_acceptance_changes_the_length_of_the_race_and_not_the_gap(acceptance: f
     assert course.acceptance_length == {0.0: 1.0, 0.5: 511 / 256, 1.0: 9.0}[acceptance]
 
 
+def test_a_seed_is_a_race() -> None:
+    course = Course()
+    assert course.run(50, seed=1) == course.run(50, seed=1) != course.run(50, seed=2)
+
+
 def test_where_a_racer_is() -> None:
     racer = Racer("sequential", 4, (Leg(4.0, 2.0, 3), Leg(4.0, 2.0, 1)))
     assert racer.at(0.0) == (0, "drafting 1/4")
