@@ -61,6 +61,11 @@ class TargetConfig:
     tokens: int = 0
 
     @property
+    def lm_head(self) -> str:
+        """The tensor that holds the lm_head."""
+        return "model.embed_tokens.weight" if self.tied_embeddings else "lm_head.weight"
+
+    @property
     def token_count(self) -> int:
         """Tokens that exist: logits behind them are padding and never leave the graph."""
         return self.tokens or self.vocab_size
@@ -76,8 +81,9 @@ class TargetConfig:
 class DrafterConfig:
     """A DFlash drafter; `window_causal` holds for layers with a window only.
 
-    num_target_layers: 0 where the checkpoint does not say; draft_vocab_size: rows of an lm_head of
-    its own, 0 where it uses the target's; own_embedding: it does not use the target's embedding.
+    num_target_layers: 0 where the checkpoint does not say; draft_vocab_size: tokens
+    that it chooses from, 0 for all of the target's; own_lm_head, own_embedding: those are not the
+    target's.
     """
 
     vocab_size: int
@@ -98,6 +104,7 @@ class DrafterConfig:
     windows: tuple[int, ...] = ()
     window_causal: bool = True
     draft_vocab_size: int = 0
+    own_lm_head: bool = False
     own_embedding: bool = False
 
     @property

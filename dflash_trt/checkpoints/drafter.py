@@ -2,8 +2,10 @@
 
 z-lab: `config.json` with Qwen3-style keys and a `dflash_config`; embedding and lm_head are the
 target's. speculators (`speculators_model_type: dflash`): sizes in `transformer_layer_config`,
-tapped layers counted one higher, and, where the draft vocabulary is a part of the target's, an own
-lm_head [draft vocabulary, H] with `d2t`: target id = draft id + d2t[draft id].
+tapped layers counted one higher. Where the draft vocabulary (`draft_vocab_size`) is a part of the
+target's there is a tensor `d2t`: target id = draft id + d2t[draft id]; the lm_head [draft
+vocabulary, H] is the drafter's own in the speculators layout, and those rows of the target's where
+it has none.
 """
 
 from __future__ import annotations
@@ -50,10 +52,17 @@ def read_drafter(folder: Path) -> DrafterCheckpoint:
     _refuse_foreign_tensors(tensors)
     own = tensors.names()
     if config.draft_vocab_size and "lm_head.weight" not in own:
-        if config.token_map:
-            raise InputError(f"{folder}: the draft vocabulary has no 'lm_head.weight'")
-        config = replace(config, draft_vocab_size=0)  # all of the target's tokens: its lm_head
-    config = replace(config, own_embedding="embed_tokens.weight" in own)
+        if config.token_map and "d2t" not in own:
+            raise InputError(
+                f"{folder}: the draft vocabulary has neither 'lm_head.weight' nor 'd2t'"
+            )
+        if not config.token_map:
+            config = replace(config, draft_vocab_size=0)  # all of the target's tokens: its lm_head
+    config = replace(
+        config,
+        own_lm_head="lm_head.weight" in own,
+        own_embedding="embed_tokens.weight" in own,
+    )
     return DrafterCheckpoint(config, tensors)
 
 

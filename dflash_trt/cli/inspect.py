@@ -34,11 +34,13 @@ def run(args: argparse.Namespace) -> int:
 def _facts(m: Manifest) -> Table:
     table = Table(title=m.name, show_header=False)
     drafted = f"{m.drafted} tokens per cycle, {m.passes} pass{'es' if m.passes > 1 else ''}"
+    chosen, vocabulary = m.drafter.config["draft_vocab_size"], m.drafter.config["vocab_size"]
     rows = {
         "backend": f"{m.backend}, {m.precision}",
         "target": f"{m.target.source} ({m.target.digest[:19]}…)",
         "drafter": f"{m.drafter.source} ({m.drafter.digest[:19]}…), trained block {m.trained_block}",
         "block": f"verifies {m.block}, drafts {drafted}",
+        "draft vocabulary": f"{chosen or vocabulary} of {vocabulary} tokens",
         "taps": ", ".join(map(str, m.taps)),
         "sequence": f"{m.max_seq_len} tokens, batch {m.max_batch}",
         "chat format": m.chat_format,

@@ -14,6 +14,7 @@ import onnx
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint, check_pair
 from dflash_trt.checkpoints.described import AbsentTensors
+from dflash_trt.checkpoints.draft_head import draft_head
 from dflash_trt.checkpoints.weights import WeightLoader
 from dflash_trt.config import DrafterConfig
 from dflash_trt.engines import onnxruntime as cpu
@@ -60,10 +61,11 @@ class CpuPrecision:
 _BYTES = {"projection": BLOCKS8, "lm_head": BLOCKS8}
 _NIBBLES = {"projection": BLOCKS4, "lm_head": BLOCKS4}
 _DRAFT = COLUMNS8 if multiplies_bytes() else BLOCKS8
+_DRAFTS = {"projection": _DRAFT, "draft_head": _DRAFT}
 CPU_PRECISIONS: Mapping[str, CpuPrecision] = {
-    "fp32": CpuPrecision({}, {"projection": _DRAFT, "lm_head": _DRAFT}),
-    "int8": CpuPrecision(_BYTES, {"projection": _DRAFT, "lm_head": BLOCKS8}),
-    "int4": CpuPrecision(_NIBBLES, {"projection": _DRAFT, "lm_head": _DRAFT}),
+    "fp32": CpuPrecision({}, {**_DRAFTS, "lm_head": _DRAFT}),
+    "int8": CpuPrecision(_BYTES, {**_DRAFTS, "lm_head": BLOCKS8}),
+    "int4": CpuPrecision(_NIBBLES, {**_DRAFTS, "lm_head": _DRAFT}),
 }
 
 
@@ -130,7 +132,11 @@ def source_graphs(
         target_graph(target.config, drafter.config.taps, positions, options.ranks, rank),
         drafter_graph(drafter.config, target.config, positions, options.passes),
         WeightLoader(
-            {"target": target.tensors, "drafter": drafter.tensors},
+            {
+                "target": target.tensors,
+                "drafter": drafter.tensors,
+                "draft_head": draft_head(target.tensors, target.config.lm_head, drafter.tensors),
+            },
             {"target": target.config, "drafter": drafter.config},
         ),
     )

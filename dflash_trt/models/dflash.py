@@ -125,12 +125,12 @@ def _refine(
 
 
 def _logits(g: GraphWriter, c: DrafterConfig, target: TargetConfig, hidden: str) -> str:
-    """Through the target's lm_head, or the drafter's own."""
+    """Through the target's lm_head, some of its rows, or the drafter's own."""
     if not c.draft_vocab_size:
         return layers.lm_head(g, hidden, target, "lm_head")
     shape, source = (c.hidden_size, c.draft_vocab_size), ("lm_head.weight",)
-    name = "drafter.lm_head.weight"
-    weight = g.weight(Weight(name, shape, "lm_head", source, transpose=True, model=MODEL))
+    name, model = "drafter.lm_head.weight", MODEL if c.own_lm_head else "draft_head"
+    weight = g.weight(Weight(name, shape, "draft_head", source, transpose=True, model=model))
     logits = g.op("MatMul", hidden, weight, name="lm_head")
     if c.draft_vocab_size <= target.token_count:
         return logits

@@ -20,11 +20,13 @@ class Weight:
 
     `sources` are concatenated along axis 0 and transposed where `transpose` is set. `kind` says
     what the weight is for and with that which precision recipes apply to it: `projection`, `fc`,
-    `lm_head`, `embedding`, `norm`, `bias`, `router`, `sinks`, `mxfp4_blocks` and `mxfp4_scales`
-    (uint8, see `MixtureOfExperts`), `token_map` (int64, see `models.dflash`), `shard_start` (int64,
-    where the vocabulary shard begins, no sources), `rope_cos` and `rope_sin` (computed from the
-    rotary settings of `model`, no sources). `model` is `target` or `drafter`. `shard`: the part of
-    the sources that a rank has, where they are cut; `shape` is the part's.
+    `lm_head`, `draft_head` (one that the drafter alone uses), `embedding`, `norm`, `bias`,
+    `router`, `sinks`, `mxfp4_blocks` and `mxfp4_scales` (uint8, see `MixtureOfExperts`),
+    `token_map` (int64, see `models.dflash`), `shard_start` (int64, where the vocabulary shard
+    begins, no sources), `rope_cos` and `rope_sin` (computed from the rotary settings of `model`, no
+    sources). `model` says whose tensors the sources are: `target`, `drafter`, or `draft_head` (see
+    `checkpoints.draft_head`). `shard`: the part of the sources that a rank has, where they are cut;
+    `shape` is the part's.
     """
 
     name: str

@@ -121,9 +121,8 @@ def lm_head(g: GraphWriter, x: str, target: TargetConfig, name: str) -> str:
 
     Rows of a padded lm_head belong to no token, and what they give is cut off.
     """
-    source = "model.embed_tokens.weight" if target.tied_embeddings else "lm_head.weight"
     shape = (target.hidden_size, target.vocab_size)
-    weight = g.weight(Weight("lm_head.weight", shape, "lm_head", (source,), transpose=True))
+    weight = g.weight(Weight("lm_head.weight", shape, "lm_head", (target.lm_head,), transpose=True))
     if target.token_count == target.vocab_size:
         return g.op("MatMul", x, weight, name=name)
     padded = g.op("MatMul", x, weight, name=f"{name}.padded")
@@ -133,12 +132,13 @@ def lm_head(g: GraphWriter, x: str, target: TargetConfig, name: str) -> str:
 
 def lm_head_shard(g: GraphWriter, x: str, target: TargetConfig, share: Share, name: str) -> str:
     """The rank's largest logit and its token, [B, W, 2]; see the op `BestOfShard`."""
-    source = "model.embed_tokens.weight" if target.tied_embeddings else "lm_head.weight"
     size = (target.token_count, share.tokens)
     shard = share.cut(0, size, overlap=True)
     shape = (target.hidden_size, share.tokens)
     weight = g.weight(
-        Weight("lm_head.shard.weight", shape, "lm_head", (source,), transpose=True, shard=shard)
+        Weight(
+            "lm_head.shard.weight", shape, "lm_head", (target.lm_head,), transpose=True, shard=shard
+        )
     )
     logits = g.op("MatMul", x, weight, name=name)
     start = g.weight(Weight("lm_head.shard.start", (1,), "shard_start", (), shard=shard))

@@ -105,7 +105,8 @@ def _held_bytes(weight: Weight, precision: str, backend: str) -> int:
         return 1
     if backend != "cpu" and precision == "bf16":
         return 2
-    quantised = _element_bytes(weight, weight.model, precision, backend) not in (2.0, 4.0)
+    user = "target" if weight.model == "target" else "drafter"
+    quantised = _element_bytes(weight, user, precision, backend) not in (2.0, 4.0)
     return 16 if quantised else 4
 
 
@@ -125,6 +126,8 @@ def _components(sources: Sources, options: BuildOptions, backend: str) -> dict[s
 
 
 def _component(weight: Weight) -> str:
+    if weight.kind == "draft_head":
+        return "drafter lm_head"
     if weight.kind in ("embedding", "lm_head"):
         return f"{weight.kind}" if weight.model == "target" else f"drafter {weight.kind}"
     part = "experts" if weight.kind in _BYTES_KINDS else "layers"

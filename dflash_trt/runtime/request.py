@@ -141,7 +141,7 @@ class Request:
         if not self.adaptive or width is None:
             return Lane(self.slot, own, self.chooser)
         width = min(width, own)
-        shorter = f"on: blocks of {width} are faster" if width < own else "on"
+        shorter = f"on: blocks of {width}" if width < own else "on"
         self.generation.drafting = shorter if width > 1 else "off: slower than without"
         return Lane(self.slot, width, self.chooser, follow=True)
 

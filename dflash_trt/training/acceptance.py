@@ -60,7 +60,12 @@ class Acceptance:
 
 
 def _predict(
-    drafter: Drafter, embedding: Tensor, head: Tensor, store: FeatureStore, one: Sequence
+    drafter: Drafter,
+    embedding: Tensor,
+    head: Tensor,
+    drafted: Tensor,
+    store: FeatureStore,
+    one: Sequence,
 ) -> NDArray[np.bool_]:
     """hits [A, K-1] of every anchor of one sequence."""
     block = drafter.shape.block
@@ -68,7 +73,7 @@ def _predict(
     batch = make_batch(store, [one], [anchors], block).to(embedding.device)
     taps = batch.taps if torch.is_autocast_enabled(embedding.device.type) else batch.taps.float()
     hidden = drafter(taps, embedding[batch.tokens], batch.anchors)[0, :, 1:]
-    drafts = (hidden.to(head.dtype) @ head.T).argmax(-1)
+    drafts = drafted[(hidden.to(head.dtype) @ head.T).argmax(-1)]
     hits: NDArray[np.bool_] = (drafts == batch.labels[0, :, 1:]).cpu().numpy()
     return hits
 
@@ -78,15 +83,17 @@ def measure(
     drafter: Drafter,
     embedding: Tensor,
     head: Tensor,
+    drafted: Tensor,
     store: FeatureStore,
     sequences: Iterable[Sequence],
     bf16: bool = False,
 ) -> dict[str, Acceptance]:
-    """Acceptance by domain over ``sequences``, argmax over the whole vocabulary (head [V, H])."""
+    """Acceptance by domain over ``sequences``, argmax over the tokens ``drafted``
+    int64 [D], whose rows of the lm_head ``head`` [D, H] holds."""
     out: dict[str, Acceptance] = defaultdict(lambda: Acceptance(drafter.shape.block))
     with torch.autocast(embedding.device.type, torch.bfloat16, enabled=bf16):
         for one in sequences:
             if len(anchor_range(one)):
-                hits = _predict(drafter, embedding, head, store, one)
+                hits = _predict(drafter, embedding, head, drafted, store, one)
                 out[one.domain].replay(hits, one.prompt_length)
     return dict(out)

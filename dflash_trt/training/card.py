@@ -15,7 +15,7 @@ from dflash_trt.training.store import FeatureStore
 
 MEASURED_ON = (
     "Measured on held-out prompts by replaying draft and verify cycles over the target's stored "
-    "greedy answers, argmax over the whole vocabulary."
+    "greedy answers, argmax over the tokens that are drafted."
 )
 
 
@@ -48,11 +48,12 @@ def card(
 ) -> str:
     """The text of README.md."""
     taps = ", ".join(map(str, shape.taps))
+    drafted = recipe.draft_vocabulary or shape.vocab
     return f"""# DFlash drafter for {store.meta.target}
 
 {shape.layers} layers at the target's width ({shape.hidden}), block {shape.block}, taps {taps}
 (outputs of 0-based layers, before the final norm), mask token {shape.mask_token}. Embedding and
-lm_head are the target's.
+lm_head are the target's; {drafted} of its {shape.vocab} tokens are drafted.
 
 ## Acceptance
 

@@ -7,7 +7,7 @@ import csv
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,14 @@ from dflash_trt.training import zlab
 from dflash_trt.training.acceptance import Acceptance, measure
 from dflash_trt.training.blocks import Batch, anchor_range, draw_anchors, make_batch
 from dflash_trt.training.drafter import Drafter, DrafterShape, block_positions, warm_start
-from dflash_trt.training.objective import Asked, Vocabulary, asked_slots, batch_tau, weighted_loss
+from dflash_trt.training.objective import (
+    Asked,
+    Vocabulary,
+    asked_slots,
+    batch_tau,
+    drafted_tokens,
+    weighted_loss,
+)
 from dflash_trt.training.recipe import Recipe, dump_recipe, load_recipe
 from dflash_trt.training.store import FeatureStore, Sequence
 from dflash_trt.training.teacher import Teacher
@@ -108,7 +115,10 @@ class Trainer:
         teach = recipe.distill > 0
         self.teacher = Teacher(shape, target, self.device) if teach else None
         self.train, self.held_out = split(store, recipe)
-        self.vocabulary = Vocabulary.of(np.asarray(store.greedy), len(self.embedding), recipe)
+        labels, size = np.asarray(store.greedy), len(self.embedding)
+        self.vocabulary = Vocabulary.of(labels, size, recipe)
+        drafted = drafted_tokens(labels, size, recipe.draft_vocabulary)
+        self.drafted = torch.from_numpy(drafted).to(self.device)
         self.optimizers = make_optimizers(self.drafter, recipe)
         self._loss = torch.compile(weighted_loss, dynamic=True) if recipe.compile else weighted_loss
         self.done = 0
@@ -189,7 +199,13 @@ class Trainer:
                 chosen[s.domain].append(s)
         every = [s for some in chosen.values() for s in some]
         bf16 = self.recipe.bf16
-        return measure(self.drafter, self.embedding, self.head, self.store, every, bf16)
+        whole = len(self.drafted) == len(self.head)
+        head = self.head if whole else self.head[self.drafted]
+        return measure(self.drafter, self.embedding, head, self.drafted, self.store, every, bf16)
+
+    def export(self, folder: Path) -> None:
+        """The drafter as it is now."""
+        zlab.export(self.drafter, folder, drafted=self.drafted.cpu().numpy())
 
     def state(self) -> dict[str, Any]:
         return {
@@ -229,11 +245,13 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
 
 
 def load_checkpoint(trainer: Trainer, folder: Path) -> bool:
-    """Restore where there is one; refuses a checkpoint of another recipe."""
+    """Restore where there is one; refuses a checkpoint of another recipe (but for the tokens that
+    are drafted, which no step depends on)."""
     path = folder / "checkpoint.pt"
     if not path.is_file():
         return False
-    if (made := load_recipe(folder / "recipe.toml")) != trainer.recipe:
+    made = load_recipe(folder / "recipe.toml")
+    if replace(made, draft_vocabulary=trainer.recipe.draft_vocabulary) != trainer.recipe:
         raise InputError(f"{path} was made with another recipe: {made}")
     trainer.restore(torch.load(path, map_location=trainer.device, weights_only=True))
     return True
@@ -260,7 +278,7 @@ def fit(trainer: Trainer, options: FitOptions) -> dict[str, Acceptance]:
             save_checkpoint(trainer, options.folder)
             saved = time.monotonic()
     save_checkpoint(trainer, options.folder)
-    zlab.export(trainer.drafter, options.folder / "drafter")
+    trainer.export(options.folder / "drafter")
     return trainer.held_out_acceptance(options.measure_sequences)
 
 
@@ -295,5 +313,5 @@ def _measure_point(
         numbers = f"{elapsed:.1f}", f"{rate:.3e}", f"{loss:.4f}", f"{tau:.4f}"
         for domain, value in [(d, f"{v:.4f}") for d, v in sorted(held.items())] or [("", "")]:
             rows.writerow((trainer.done, *numbers, domain, value))
-    zlab.export(trainer.drafter, options.folder / "drafter")
+    trainer.export(options.folder / "drafter")
     return held

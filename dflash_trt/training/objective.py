@@ -1,4 +1,4 @@
-"""The loss of a step, and the vocabulary it is taken over."""
+"""The loss of a step, the vocabulary it is taken over, and the one that is drafted from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_trt.errors import InputError
 from dflash_trt.training.blocks import NO_LABEL, Batch
 from dflash_trt.training.drafter import Drafter
 from dflash_trt.training.recipe import Recipe
@@ -37,6 +38,16 @@ class Vocabulary:
         count = min(self.negatives, len(self.rest))
         drawn = rng.choice(self.rest, count, replace=False) if count else self.rest[:0]
         return torch.from_numpy(np.concatenate([self.seen, drawn]))
+
+
+def drafted_tokens(greedy: NDArray[np.int32], size: int, count: int) -> NDArray[np.int64]:
+    """The ``count`` most frequent of the labels ``greedy`` (negative: none), rising; among equals,
+    and among tokens that are no label, those with the lowest ids, which a tokenizer merged first.
+    0: all ``size`` of the vocabulary."""
+    if not 0 <= count <= size:
+        raise InputError(f"recipe: draft_vocabulary {count} exceeds the vocabulary of {size}")
+    times = np.bincount(greedy[greedy >= 0], minlength=size)
+    return np.sort(np.argsort(-times, kind="stable")[: count or size])
 
 
 def slot_weights(block: int, gamma: float) -> Tensor:

@@ -45,6 +45,7 @@ class Recipe:
     reveal: float = 0.0  # share of blocks that show part of themselves, for two-pass drafting
     negatives: int = 2048  # unseen tokens drawn into the loss each step; 0: seen tokens only
     full_vocabulary: bool = False
+    draft_vocabulary: int = 0  # tokens to draft, the most frequent labels; 0: the whole vocabulary
     held_out: int = 50  # every n-th prompt is kept for measuring
     repeat: Mapping[str, int] = field(default_factory=dict)  # domain -> times in each epoch
     bf16: bool = True
@@ -71,6 +72,10 @@ class Recipe:
         for domain, times in self.repeat.items():
             if not isinstance(times, int) or times < 0:
                 raise RecipeError(f"recipe: repeat of '{domain}' must be 0 or more, got {times}")
+        if self.draft_vocabulary < 0:
+            raise RecipeError(
+                f"recipe: draft_vocabulary must be 0 or more, got {self.draft_vocabulary}"
+            )
         if self.held_out < 2:
             raise RecipeError(f"recipe: held_out must be at least 2, got {self.held_out}")
 

@@ -1,4 +1,5 @@
-"""Write and read a drafter in the published (z-lab) layout: config.json + model.safetensors."""
+"""Write and read a drafter in the published (z-lab) layout: config.json + model.safetensors, and
+d2t.safetensors where it drafts a part of the vocabulary (see `checkpoints.drafter`)."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_trt.training.drafter import Drafter, DrafterShape
+
+MAP_FILE = "d2t.safetensors"
 
 
 def config_json(shape: DrafterShape) -> dict[str, Any]:
@@ -67,15 +72,31 @@ def shape_from(config: dict[str, Any]) -> DrafterShape:
     )
 
 
-def export(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write ``folder``; each file is written beside its place and renamed."""
+def export(
+    drafter: Drafter,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    drafted: NDArray[np.int64] | None = None,
+) -> None:
+    """Write ``folder``; each file is written beside its place and renamed. ``drafted``: the token
+    ids it drafts, rising; by default all."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in drafter.state_dict().items()}
-    weights, config = folder / "model.safetensors", folder / "config.json"
-    save_file(tensors, weights.with_suffix(".tmp"), metadata={"format": "pt"})
-    weights.with_suffix(".tmp").replace(weights)
-    config.with_suffix(".tmp").write_text(json.dumps(config_json(drafter.shape), indent=2) + "\n")
+    _save(tensors, folder / "model.safetensors")
+    config, values = folder / "config.json", config_json(drafter.shape)
+    if drafted is not None and len(drafted) < drafter.shape.vocab:
+        values["draft_vocab_size"] = len(drafted)
+        offsets = torch.from_numpy(drafted - np.arange(len(drafted)))
+        _save({"d2t": offsets}, folder / MAP_FILE)
+    else:
+        (folder / MAP_FILE).unlink(missing_ok=True)
+    config.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
     config.with_suffix(".tmp").replace(config)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path.with_suffix(".tmp"), metadata={"format": "pt"})
+    path.with_suffix(".tmp").replace(path)
 
 
 def load(folder: Path) -> Drafter:

@@ -87,14 +87,18 @@ def test_names_may_carry_a_prefix(tmp_path: Path) -> None:
 
 
 def test_speculators(tmp_path: Path) -> None:
-    """A full draft vocabulary needs no map; a part of it without its lm_head is an error."""
+    """A full draft vocabulary needs no map; a part of it without lm_head and map is an error."""
     folder, tensors = speculators_drafter(tmp_path / "d")
     target = open_target(tiny.tiny_target(tmp_path / "t"))
     check_pair(target.config, open_drafter(folder).config, "d")
     path = folder / "model.safetensors"
-    kept = {k: v for k, v in tensors.items() if k not in ("lm_head.weight", "embed_tokens.weight")}
-    save_file(kept, path)
-    with pytest.raises(InputError, match=r"the draft vocabulary has no 'lm_head\.weight'"):
+    own = ("lm_head.weight", "embed_tokens.weight")
+    borrowing = {k: v for k, v in tensors.items() if k not in own}
+    save_file(borrowing, path)
+    part = open_drafter(folder).config
+    assert (part.token_map, part.own_lm_head, part.own_embedding) == (True, False, False)
+    save_file({k: v for k, v in borrowing.items() if k != "d2t"}, path)
+    with pytest.raises(InputError, match=r"has neither 'lm_head\.weight' nor 'd2t'"):
         open_drafter(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "draft_vocab_size": tiny.VOCAB}))

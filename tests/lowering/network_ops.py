@@ -14,7 +14,7 @@ ELEMENTWISE = {
     "OR": np.logical_or, "MAX": np.maximum, "MIN": np.minimum,
 }  # fmt: skip
 PARTS = ("blocks", "scales", "bias")
-UNARY = {"SQRT": np.sqrt, "RECIP": lambda x: 1 / x}
+UNARY = {"SQRT": np.sqrt, "RECIP": lambda x: 1 / x, "NOT": np.logical_not}
 
 
 def shuffle(layer: Any, x: np.ndarray, dims: np.ndarray | None) -> np.ndarray:

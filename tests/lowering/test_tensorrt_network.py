@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +40,13 @@ DRAFTER = DrafterConfig(
 
 
 def random_values(source, rng):
-    """Weights of every kind for a source graph, fp32."""
+    """Weights of every kind for a source graph, fp32; a map chooses rising ids of the target."""
     values = {}
     for w in source.weights:
+        if w.kind == "token_map":
+            ids = np.sort(rng.choice(TARGET.vocab_size, w.shape[0], replace=False))
+            values[w.name] = ids - np.arange(w.shape[0])
+            continue
         scale = 1.0 if w.kind in ("norm", "embedding") or w.kind.startswith("rope") else 0.15
         values[w.name] = rng.normal(0, scale, w.shape).astype(np.float32)
     return values
@@ -174,9 +179,9 @@ def test_target_network_computes_what_its_source_graph_does(tmp_path, dynamic):
     compare(found, wanted, values["lengths"], 4)
 
 
-def drafter_case(seed, passes, batch=2, rows=4):
+def drafter_case(seed, passes, batch=2, rows=4, drafter=DRAFTER):
     rng = np.random.default_rng(seed)
-    source = drafter_graph(DRAFTER, TARGET, CAPACITY, passes)
+    source = drafter_graph(drafter, TARGET, CAPACITY, passes)
     context = rng.integers(rows, CAPACITY - rows - DRAFTER.block, batch).astype(np.int32)
     accepted = rng.integers(1, rows + 1, batch).astype(np.int32)
     values = {
@@ -192,10 +197,14 @@ DRAFT_CACHES = [f"{kind}_cache.{layer}.out" for layer in range(2) for kind in "k
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_drafter_network_computes_what_its_source_graph_does(tmp_path, passes, seed):
+@pytest.mark.parametrize(
+    ("seed", "drafter"),
+    [(0, DRAFTER), (1, DRAFTER), (2, replace(DRAFTER, draft_vocab_size=31))],
+    ids=["0", "1", "part of the vocabulary"],
+)
+def test_drafter_network_computes_what_its_source_graph_does(tmp_path, passes, seed, drafter):
     """Caches are shared and changed in place; layers run in random orders (the seed)."""
-    source, values = drafter_case(seed, passes)
+    source, values = drafter_case(seed, passes, drafter=drafter)
     letters = {"B": (1, 1, 2), "S": 4, "R": 4, "M": 3, "L": CAPACITY}
     outputs = ["tokens", "lengths"]
     wanted = source_outputs(source, values, outputs + DRAFT_CACHES)

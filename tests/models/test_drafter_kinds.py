@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_trt.checkpoints import open_drafter, open_target
 from dflash_trt.checkpoints.weights import WeightLoader
+from dflash_trt.engines.build import BuildOptions, source_graphs
 from dflash_trt.models.dflash import drafter_graph
 from tests import tiny
 from tests.models.test_dflash import CAPACITY, ours, reference_states
@@ -107,6 +108,38 @@ def speculators_drafter(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
     tensors["t2d"] = np.isin(np.arange(tiny.VOCAB), ids)
     save_file(tensors, folder / "model.safetensors")
     return folder, tensors
+
+
+def zlab_drafter_of_a_part(folder: Path) -> np.ndarray:
+    """A drafter in the z-lab layout that drafts 40 of the target's 288 tokens; their ids."""
+    tiny.tiny_drafter(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"draft_vocab_size": DRAFT_VOCAB}))
+    ids = np.sort(np.random.default_rng(7).choice(tiny.VOCAB, DRAFT_VOCAB, replace=False))
+    save_file({"d2t": ids - np.arange(DRAFT_VOCAB)}, folder / "d2t.safetensors")
+    return ids
+
+
+def test_a_part_of_the_targets_lm_head(tmp_path: Path) -> None:
+    """Without an lm_head of its own it chooses the best of its tokens by the target's."""
+    target = open_target(tiny.tiny_target(tmp_path / "target"))
+    ids = zlab_drafter_of_a_part(tmp_path / "drafter")
+    options = BuildOptions("t", block=8, max_seq_len=CAPACITY - 8)
+    sources = source_graphs(target, open_drafter(tmp_path / "drafter"), options)
+    assert "lm_head.weight" not in sources.drafter.weight_names
+    features = np.random.default_rng(0).standard_normal((1, 9, 3 * tiny.HIDDEN))
+    feeds = {
+        "features": features.astype(np.float32),
+        "accepted": np.array([9], np.int32),
+        "context": np.array([9], np.int32),
+        "anchor": np.array([42]),
+        "masks": np.full((1, 7), tiny.MASK_ID),
+        **empty_caches(sources.drafter, 1, CAPACITY),
+    }
+    got = run_source(sources.drafter, sources.loader, feeds)
+    logits = got["hidden"][0] @ target.tensors.read(target.config.lm_head).T
+    assert not np.isin(logits.argmax(-1), ids).all()
+    np.testing.assert_array_equal(got["tokens"][0, 1:], ids[logits[:, ids].argmax(-1)])
 
 
 @pytest.mark.parametrize("passes", [1, 2])

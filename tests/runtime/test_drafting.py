@@ -186,7 +186,7 @@ def test_a_request_that_wants_short_blocks_has_shorter_ones_or_none() -> None:
 def test_a_shorter_block_says_so() -> None:
     engines = toy(skill=0.6)
     one = Driven(engines, [1], ADAPTIVE).request
-    assert (one.lane(3).width, one.generation.drafting) == (3, "on: blocks of 3 are faster")
+    assert (one.lane(3).width, one.generation.drafting) == (3, "on: blocks of 3")
     assert (one.lane(6).width, one.generation.drafting) == (6, "on")
     assert (one.lane(1).width, one.generation.drafting) == (1, "off: slower than without")
     assert one.lane(1).injects  # so that drafting may start again

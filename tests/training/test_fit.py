@@ -9,6 +9,7 @@ import pytest
 import torch
 import toy
 
+from dflash_trt.checkpoints import open_drafter
 from dflash_trt.errors import InputError
 from dflash_trt.training import fit as fit_module
 from dflash_trt.training.acceptance import Acceptance
@@ -22,7 +23,12 @@ from dflash_trt.training.fit import (
     save_checkpoint,
     split,
 )
-from dflash_trt.training.objective import Vocabulary, asked_slots, slot_weights
+from dflash_trt.training.objective import (
+    Vocabulary,
+    asked_slots,
+    drafted_tokens,
+    slot_weights,
+)
 from dflash_trt.training.zlab import load
 
 
@@ -87,6 +93,36 @@ def test_the_curve_of_a_resumed_run_is_that_of_a_whole_one(tmp_path):
     fit(again, replace(options, resume=True))
     steps = [line.split(",")[0] for line in (options.folder / "curve.csv").open()]
     assert steps == ["step", "2", "4"]
+
+
+def test_other_tokens_may_be_drafted_when_a_run_is_resumed(tmp_path):
+    """Half of the pattern's twenty tokens: nothing else is drafted, and the weights stay."""
+    options = FitOptions(tmp_path / "run", measure_every=100)
+    one = trainer(tmp_path / "a")
+    whole = fit(one, options)["cycle"].tau
+    one.drafted = torch.arange(10, 20)
+    assert 1.2 < one.held_out_acceptance(10)["cycle"].tau < whole - 1
+    weights = (options.folder / "drafter" / "model.safetensors").read_bytes()
+    other = trainer(tmp_path / "b", draft_vocabulary=10)
+    part = fit(other, replace(options, resume=True))["cycle"].tau
+    assert 1.2 < part < whole - 1
+    assert (options.folder / "drafter" / "model.safetensors").read_bytes() == weights
+    drafter = open_drafter(options.folder / "drafter")
+    assert drafter.config.draft_vocab_size == 10
+    ids = drafter.tensors.read("d2t") + np.arange(10)
+    labels = np.bincount(one.store.greedy[one.store.greedy >= 0], minlength=toy.VOCAB)
+    assert labels[ids].min() >= np.delete(labels, ids).max()
+    fit(trainer(tmp_path / "c"), replace(options, resume=True))
+    assert not open_drafter(options.folder / "drafter").config.token_map
+
+
+def test_the_drafted_tokens_are_the_most_frequent_labels_then_the_lowest_ids():
+    labels = np.array([-1, 7, 7, 4, 4, 4, 2], np.int32)
+    assert drafted_tokens(labels, 9, 2).tolist() == [4, 7]
+    assert drafted_tokens(labels, 9, 5).tolist() == [0, 1, 2, 4, 7]
+    assert drafted_tokens(labels, 9, 0).tolist() == list(range(9))
+    with pytest.raises(InputError, match="draft_vocabulary 10 exceeds the vocabulary of 9"):
+        drafted_tokens(labels, 9, 10)
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):

@@ -56,10 +56,10 @@ def swish(net: Network, node: onnx.NodeProto, inputs: list[Any], a: Attributes) 
     return [net.cast(net.elementwise(wide, gate, "PROD"), net.real)]
 
 
-def _broadcast(net: Network, a: Any, b: Any) -> tuple[Any, Any]:
-    """Give both operands the rank of the larger one, ones in front."""
-    rank = max(len(a.shape), len(b.shape))
-    return _widen(net, a, rank), _widen(net, b, rank)
+def _broadcast(net: Network, *operands: Any) -> list[Any]:
+    """Give all operands the rank of the largest one, ones in front."""
+    rank = max(len(x.shape) for x in operands)
+    return [_widen(net, x, rank) for x in operands]
 
 
 def _widen(net: Network, tensor: Any, rank: int) -> Any:
@@ -76,6 +76,14 @@ def _binary(operation: str) -> Writer:
         return [net.elementwise(*_broadcast(net, *inputs), operation)]
 
     return write
+
+
+def where(net: Network, node: onnx.NodeProto, inputs: list[Any], a: Attributes) -> list[Any]:
+    return [net.out(net.definition.add_select(*_broadcast(net, *inputs)), "select")]
+
+
+def not_(net: Network, node: onnx.NodeProto, inputs: list[Any], a: Attributes) -> list[Any]:
+    return [net.unary(inputs[0], "NOT")]
 
 
 def split(net: Network, node: onnx.NodeProto, inputs: list[Any], a: Attributes) -> list[Any]:
@@ -152,6 +160,7 @@ def identity(net: Network, node: onnx.NodeProto, inputs: list[Any], a: Attribute
 
 WRITERS: dict[str, Writer] = {
     "Add": _binary("SUM"),
+    "And": _binary("AND"),
     "Cast": cast,
     "Concat": concat,
     "Div": divide,
@@ -159,6 +168,7 @@ WRITERS: dict[str, Writer] = {
     "GatherND": gather_nd,
     "Identity": identity,
     "Mul": _binary("PROD"),
+    "Not": not_,
     "RMSNormalization": rms_norm,
     "Reshape": reshape,
     "Shape": shape,
@@ -167,4 +177,5 @@ WRITERS: dict[str, Writer] = {
     "Sub": _binary("SUB"),
     "Swish": swish,
     "Unsqueeze": unsqueeze,
+    "Where": where,
 }
