@@ -73,7 +73,8 @@ def _widen(net: Network, tensor: Any, rank: int) -> Any:
 
 def _binary(operation: str) -> Writer:
     def write(net: Network, node: onnx.NodeProto, inputs: list[Any], a: Attributes) -> list[Any]:
-        return [net.elementwise(*_broadcast(net, *inputs), operation)]
+        left, right = _broadcast(net, *inputs)
+        return [net.elementwise(left, right, operation)]
 
     return write
 
