@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_trt.cli import main
+from dflash_trt.engines.directory import read_manifest
 from dflash_trt.engines.plan import Plan, expanded_caches, widened_weights
 from dflash_trt.engines.tensorrt_directory import read_plans
 
@@ -31,6 +32,8 @@ def test_gpt_oss_120b_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[
     told = capsys.readouterr().err
     assert "verifies 16 tokens, drafts 10" in told
     assert "not here, so plans only" in told
+    manifest = read_manifest(folder)
+    assert (manifest.block, manifest.drafted, manifest.trained_block) == (16, 9, 10)
     reports = read_plans(folder)["plans"]
     assert set(reports) == {"target.verify", "target.prefill", "drafter.draft", "drafter.inject"}
     assert sum(report.cpu_seconds for report in reports.values()) < MOST_SECONDS
