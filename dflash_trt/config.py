@@ -81,9 +81,8 @@ class TargetConfig:
 class DrafterConfig:
     """A DFlash drafter; `window_causal` holds for layers with a window only.
 
-    num_target_layers: 0 where the checkpoint does not say; draft_vocab_size: tokens
-    that it chooses from, 0 for all of the target's; own_lm_head, own_embedding: those are not the
-    target's.
+    num_target_layers: 0 where the checkpoint does not say; draft_vocab_size: tokens that it drafts, 0
+    for all of the target's; own_lm_head, own_embedding: those are not the target's.
     """
 
     vocab_size: int

@@ -1,48 +1,49 @@
-"""The rows of a target's lm_head that a drafter with a part of its vocabulary drafts from."""
+"""Drafters that draft a part of the target's vocabulary: their token map, and rows of its lm_head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from dflash_trt.checkpoints.base import TensorSource
+from dflash_trt.checkpoints.base import TargetCheckpoint, TensorSource
 from dflash_trt.checkpoints.described import AbsentTensors
+from dflash_trt.checkpoints.drafter import DrafterCheckpoint
 from dflash_trt.errors import InputError
 
 NAME = "lm_head.weight"
 
 
+def drafted_ids(drafter: TensorSource, draft_vocab_size: int, tokens: int) -> np.ndarray:
+    """The target's ids of the drafted tokens, int64 [draft_vocab_size]: id = i + d2t[i].
+
+    Raises `InputError` where `d2t` has another shape or leaves the `tokens` of the target.
+    """
+    d2t = drafter.read("d2t")
+    if d2t.shape != (draft_vocab_size,) or d2t.dtype.kind not in "iu":
+        raise InputError(
+            f"{drafter.origin}: 'd2t' is {d2t.dtype} {list(d2t.shape)}, not "
+            f"{draft_vocab_size} integers"
+        )
+    ids = np.arange(draft_vocab_size) + d2t.astype(np.int64)
+    if ids.min() < 0 or ids.max() >= tokens:
+        raise InputError(
+            f"{drafter.origin}: 'd2t' makes ids from {ids.min()} to {ids.max()}, the target has "
+            f"{tokens} tokens"
+        )
+    return ids
+
+
 @dataclass(frozen=True)
 class DraftHead:
-    """One tensor, `lm_head.weight` [draft vocabulary, H]: row i is row i + d2t[i] of the target's.
-
-    d2t int64 [draft vocabulary] is the drafter's, the ids it makes must rise.
-    """
+    """One tensor, `lm_head.weight` [draft vocabulary, H]: the rows `ids`, which rise, of the tensor
+    `head` of a target."""
 
     target: TensorSource
     head: str
-    drafter: TensorSource
-
-    @property
-    def origin(self) -> str:
-        return self.drafter.origin
-
-    @cached_property
-    def ids(self) -> np.ndarray:
-        """Target ids [draft vocabulary] int64. Raises `InputError` where they are none."""
-        d2t = self.drafter.read("d2t")
-        count = self.target.shape(self.head)[0]
-        if d2t.ndim != 1 or d2t.dtype.kind not in "iu":
-            raise InputError(f"{self.origin}: 'd2t' is no list of integers")
-        ids = np.arange(len(d2t)) + d2t.astype(np.int64)
-        if not len(ids) or ids[0] < 0 or ids[-1] >= count or (np.diff(ids) <= 0).any():
-            raise InputError(
-                f"{self.origin}: the token ids of 'd2t' do not rise from 0 to {count - 1} at most"
-            )
-        return ids
+    ids: np.ndarray
+    origin: str
 
     def names(self) -> frozenset[str]:
         return frozenset({NAME})
@@ -69,12 +70,20 @@ class DraftHead:
             begin = end
 
     def digest(self) -> str:
-        return self.drafter.digest()
+        return self.target.digest()
 
 
-def draft_head(target: TensorSource, head: str, drafter: TensorSource) -> TensorSource:
-    """The drafted rows of `head`, a tensor of `target`; absent where one of the checkpoints is."""
-    for tensors in (target, drafter):
-        if isinstance(tensors, AbsentTensors):
-            return tensors
-    return DraftHead(target, head, drafter)
+def draft_head(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> TensorSource:
+    """Where a drafter's lm_head is, if it drafts a part of the target's tokens. Raises `InputError`
+    for a token map that does not fit."""
+    config, tensors = drafter.config, drafter.tensors
+    if isinstance(tensors, AbsentTensors) or not config.token_map:
+        return tensors
+    ids = drafted_ids(tensors, config.draft_vocab_size, target.config.token_count)
+    if config.own_lm_head:
+        return tensors
+    if (np.diff(ids) <= 0).any():
+        raise InputError(f"{tensors.origin}: the token ids of 'd2t' do not rise")
+    if isinstance(target.tensors, AbsentTensors):
+        return target.tensors
+    return DraftHead(target.tensors, target.config.lm_head, ids, tensors.origin)

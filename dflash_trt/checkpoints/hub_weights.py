@@ -69,7 +69,8 @@ def _fetch(repo: str, snapshot: Path, name: str, stop: Event) -> None:
             return
         with _Part(part, stop) as file:
             if file.tell() > described.size:
-                file.truncate(0)
+                file.seek(0)
+                file.truncate()
             http_get(
                 url,
                 file,

@@ -22,6 +22,7 @@ from dflash_trt.engines.build import (
     build_cpu,
     wide_verify_note,
 )
+from dflash_trt.engines.memory import keep_little_free_memory
 from dflash_trt.errors import InputError
 from dflash_trt.lowering.tensorrt.api import load
 from dflash_trt.planner.hardware import GPUS
@@ -113,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
             f"{names}: not here, so plans only; once they are: dflash-trt weights {out} "
             f"--target {args.target} --download, or --target PATH --drafter PATH"
         )
+    keep_little_free_memory()
     begin = perf_counter()
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console

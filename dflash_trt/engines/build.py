@@ -135,7 +135,7 @@ def source_graphs(
             {
                 "target": target.tensors,
                 "drafter": drafter.tensors,
-                "draft_head": draft_head(target.tensors, target.config.lm_head, drafter.tensors),
+                "draft_head": draft_head(target, drafter),
             },
             {"target": target.config, "drafter": drafter.config},
         ),

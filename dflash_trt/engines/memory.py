@@ -39,8 +39,8 @@ class PeakMemory(Thread):
 
 
 def keep_little_free_memory() -> None:
-    """From now on give memory back as it is freed, where the C library is glibc. (Its own thresholds
-    grow with the largest block that was ever freed, up to 64 MB.)"""
+    """From now on this process gives memory back as it is freed, where the C library is glibc: for one
+    that builds. (The library's own thresholds grow with the largest block that was ever freed.)"""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(_M_TRIM_THRESHOLD, 128 << 10)

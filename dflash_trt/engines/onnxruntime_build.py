@@ -21,8 +21,6 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
-from dflash_trt.engines.memory import keep_little_free_memory
-
 ALIGNMENT = 4096  # a page: what is mapped starts on one
 WEIGHTS_FILE = "weights.bin"
 SEGMENTS_FILE = "segments.json"  # of a mesh: the collectives between the segments, in order
@@ -84,7 +82,6 @@ def compile_models(
 
     `weights` makes for each weight the arrays that the lowered models read, by their names.
     """
-    keep_little_free_memory()
     raw = folder / "raw.bin"
     placed = _write_raw(raw, weights, progress)
     shared = _shared_inputs(models.values())

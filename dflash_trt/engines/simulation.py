@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from onnx.helper import tensor_dtype_to_np_dtype
 
 from dflash_trt.engines import onnxruntime as cpu
 from dflash_trt.engines.directory import (
@@ -104,7 +105,7 @@ def _arrays(
     if "bytes" in parts:
         return {weight.name: tensors[parts["bytes"]].reshape(weight.shape)}
     made = {
-        parts[part]: tensors[parts[part]].astype(np.float32)
+        parts[part]: tensors[parts[part]].astype(tensor_dtype_to_np_dtype(weight.dtype))
         for part in ("", "fp8", "scale", "inverse_input_scale")
         if part in parts
     }

@@ -41,7 +41,7 @@ from dflash_trt.engines.directory import (
     new_directory,
     write_manifest,
 )
-from dflash_trt.engines.memory import PeakMemory, keep_little_free_memory, return_free_memory
+from dflash_trt.engines.memory import PeakMemory, return_free_memory
 from dflash_trt.engines.tensorrt_build import PlanReport, compile_plans
 from dflash_trt.engines.tensorrt_weights import (
     FILE,
@@ -101,8 +101,11 @@ def build_tensorrt(
     """Build an engine directory at `out`; nothing is left behind if it fails."""
     check_precision(options, own.backend, own.capabilities)
     check_replaceable(out)
-    keep_little_free_memory()
     sources = source_graphs(target, drafter, with_room(options, own))
+    manifest = describe(
+        target, drafter, options, sources, backend=own.backend, requirements={},
+        versions=build_versions("onnx"),
+    )  # fmt: skip
     with new_directory(out) as folder, PeakMemory() as memory:
         write_sources(folder, target, sources)
         graphs, drafted = (sources.target, sources.drafter), drafted_slots(options, drafter.config)
@@ -129,10 +132,9 @@ def build_tensorrt(
         _write_plans(folder / PLANS_FILE, reports, own, memory.peak)
         progress("hash files")
         # The version that plans are tied to is the compiler's word: this process does not load it.
-        manifest = describe(
-            target, drafter, options, sources, backend=own.backend,
-            requirements={own.backend: reports[0].compiler}, versions=build_versions("onnx"),
-        )  # fmt: skip
+        manifest = dataclasses.replace(
+            manifest, target_requirements={own.backend: reports[0].compiler}
+        )
         write_manifest(folder, manifest)
     return manifest, reports
 

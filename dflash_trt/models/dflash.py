@@ -1,7 +1,7 @@
 """The DFlash drafter: one call injects new target features and drafts a whole block.
 
 Format and semantics: the authors' `dflash` package (`DFlashDraftModel`); checkpoint layout as
-published by z-lab. Embedding and lm_head are the target's.
+published by z-lab. Embedding and lm_head are the target's, unless the drafter has its own.
 """
 
 from __future__ import annotations

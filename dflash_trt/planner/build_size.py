@@ -33,7 +33,7 @@ _TEXT = ("tokenizer.json", "chat_template.jinja")
 class BuildSize:
     """Sizes in bytes. weights: by component; caches: keys and values of all slots; work: buffers
     between the engines and logits; host: peak of the weights that are held while they are read and
-    quantised, the program itself (0.3 GB) not counted. Of several
+    quantised, the program itself (0.15 GB) not counted. Of several
     ranks it is what one has (on the CPU rank 0, which has the drafter); `summed` and `gathered`:
     what it brings to each sum and gathering of a verify."""
 
@@ -72,9 +72,7 @@ def build_size(
     slots = options.block + drafted_slots(options, drafter)
     features = PREFILL_CHUNK * len(drafter.taps) * target.hidden_size
     work = options.max_batch * element * (slots * target.vocab_size + features)
-    host = max(
-        prod(w.shape) * _held_bytes(w, options.precision, backend) for w in sources.weights.values()
-    )
+    host = _host_bytes(sources, options.precision, backend)
     weights = _components(sources, options, backend)
     rows = options.max_batch * options.block
     files = _files(backend, options, 2 * target.num_layers + 2)
@@ -98,16 +96,25 @@ def _cache_bytes(
     return 2.0 * c.num_layers * prod(shape) * (4 if backend == "cpu" else 2)
 
 
-def _held_bytes(weight: Weight, precision: str, backend: str) -> int:
-    """Per element: as stored in bf16; else in fp32, and of what is quantised three copies more on
-    the way. (A piece of calibration with several weights is smaller than the largest one.)"""
+def _host_bytes(sources: Sources, precision: str, backend: str) -> float:
+    """Weights in memory at a time: on the CPU a model, which ONNX Runtime holds while it optimises
+    it; else the largest one. (A piece of calibration with several is smaller than that.)"""
+    if backend != "cpu":
+        return max(prod(w.shape) * _held_bytes(w, precision) for w in sources.weights.values())
+    return max(
+        sum(prod(w.shape) * _element_bytes(w, user, precision, backend) for w in graph.weights)
+        for user, graph in (("target", sources.target), ("drafter", sources.drafter))
+    )
+
+
+def _held_bytes(weight: Weight, precision: str) -> int:
+    """Per element, for TensorRT: as stored in bf16; else in fp32, and of what is quantised three
+    copies more on the way."""
     if weight.kind in _BYTES_KINDS:
         return 1
-    if backend != "cpu" and precision == "bf16":
+    if precision == "bf16":
         return 2
-    user = "target" if weight.model == "target" else "drafter"
-    quantised = _element_bytes(weight, user, precision, backend) not in (2.0, 4.0)
-    return 16 if quantised else 4
+    return 16 if weight.kind == "projection" else 4
 
 
 def _components(sources: Sources, options: BuildOptions, backend: str) -> dict[str, float]:

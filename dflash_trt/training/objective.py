@@ -19,7 +19,7 @@ from dflash_trt.training.recipe import Recipe
 @dataclass(frozen=True)
 class Vocabulary:
     """Tokens that occur as labels. Unseen ones come in as ``negatives`` drawn each step, so that
-    their logits stay down too: at run time the argmax is over the whole vocabulary."""
+    their logits stay down too: at run time the argmax is over others as well."""
 
     seen: NDArray[np.int64]
     rest: NDArray[np.int64]
@@ -44,7 +44,7 @@ def drafted_tokens(greedy: NDArray[np.int32], size: int, count: int) -> NDArray[
     """The ``count`` most frequent of the labels ``greedy`` (negative: none), rising; among equals,
     and among tokens that are no label, those with the lowest ids, which a tokenizer merged first.
     0: all ``size`` of the vocabulary."""
-    if not 0 <= count <= size:
+    if count > size:
         raise InputError(f"recipe: draft_vocabulary {count} exceeds the vocabulary of {size}")
     times = np.bincount(greedy[greedy >= 0], minlength=size)
     return np.sort(np.argsort(-times, kind="stable")[: count or size])

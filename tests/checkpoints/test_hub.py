@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -107,8 +108,10 @@ def test_a_killed_download_goes_on_and_is_checked(hub: Hub) -> None:
     hub.hold = True
     killed = subprocess.Popen([sys.executable, "-c", DOWNLOAD], env=environment(hub))
     assert hub.reached.wait(30)
-    while not (begun(hub) and begun(hub)[0].stat().st_size):
+    deadline = monotonic() + 60
+    while not (begun(hub) and begun(hub)[0].stat().st_size >= PIECE):
         assert killed.poll() is None
+        assert monotonic() < deadline
     killed.kill()
     killed.wait()
     [part] = begun(hub)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,13 +11,17 @@ import onnxruntime as ort
 import pytest
 
 from dflash_trt.bench.simulate import Measurement, Reading, measure, report
+from dflash_trt.checkpoints import open_drafter
 from dflash_trt.cli import main, simulate
+from dflash_trt.engines.build import BuildOptions, build_cpu
 from dflash_trt.engines.directory import read_manifest
 from dflash_trt.engines.simulation import build_simulation
+from dflash_trt.engines.tensorrt_directory import TensorRTOptions, build_tensorrt
 from dflash_trt.engines.tensorrt_weights import read_weights
 from dflash_trt.quantization import fp8, nvfp4
 from dflash_trt.runtime.generate import Generation, GenerationOptions, Runtime
 from dflash_trt.runtime.metrics import GenerationMetrics
+from tests.models.test_drafter_kinds import zlab_drafter_of_a_part
 
 TEXT = "Quantised weights and activations are rounded; a text shows what that costs. " * 2
 
@@ -28,6 +33,23 @@ def simulations(tiny_plans, tmp_path_factory):
     for precision, engine in tiny_plans.items():
         build_simulation(engine, folder / precision)
     return folder
+
+
+def test_a_drafter_of_a_part_of_the_vocabulary(tiny_checkpoints, tmp_path):
+    """Its map stays integers, and the engine that is simulated drafts what the CPU's does."""
+    target, _ = tiny_checkpoints
+    zlab_drafter_of_a_part(tmp_path / "drafter")
+    pair, options = (target, open_drafter(tmp_path / "drafter")), BuildOptions("t", 4, "bf16")
+    options = dataclasses.replace(options, max_seq_len=64)
+    own = TensorRTOptions("tensorrt-rtx", (120,), chunk=8)
+    build_tensorrt(*pair, options, own, tmp_path / "plans")
+    build_simulation(tmp_path / "plans", tmp_path / "simulated")
+    build_cpu(*pair, dataclasses.replace(options, precision="fp32"), tmp_path / "cpu")
+    asked = GenerationOptions(max_tokens=24, ignore_eos=True)
+    simulated, cpu = (
+        Runtime.load(tmp_path / name).generate([5, 6, 7], asked) for name in ("simulated", "cpu")
+    )
+    assert simulated.tokens == cpu.tokens
 
 
 @pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
