@@ -57,7 +57,7 @@ class CpuPrecision:
 
 # The target's precision decides the output, the drafter's only how often it is right: even the fp32
 # engine drafts in int8, and in the faster of two forms where this CPU can. lm_head is over a fifth of
-# the bytes of a small model: the int8 engine has one for target and drafter.
+# the bytes of a small model: a drafter of all tokens shares the int8 engine's.
 _BYTES = {"projection": BLOCKS8, "lm_head": BLOCKS8}
 _NIBBLES = {"projection": BLOCKS4, "lm_head": BLOCKS4}
 _DRAFT = COLUMNS8 if multiplies_bytes() else BLOCKS8
