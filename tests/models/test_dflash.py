@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dflash_trt.checkpoints import DrafterCheckpoint, TargetCheckpoint, open_drafter, open_target
-from dflash_trt.checkpoints.weights import WeightLoader
-from dflash_trt.models.dflash import drafter_graph
+from dflash_trt.checkpoints.draft_head import drafted_ids
+from dflash_trt.engines.build import BuildOptions, source_graphs
 from tests import tiny
 from tests.models.test_llama import empty_caches, run_source
 
@@ -48,15 +48,13 @@ def ours(
     target: TargetCheckpoint, drafter: DrafterCheckpoint, features: np.ndarray, anchor: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The same block, the context injected in two calls."""
-    graph = drafter_graph(drafter.config, target.config, CAPACITY, passes=1)
-    loader = WeightLoader(
-        {"target": target.tensors, "drafter": drafter.tensors},
-        {"target": target.config, "drafter": drafter.config},
-    )
+    block = drafter.config.block
+    sources = source_graphs(target, drafter, BuildOptions("t", block, max_seq_len=CAPACITY - block))
+    graph, loader = sources.drafter, sources.loader
     total, first = features.shape[1], features.shape[1] // 2
     got: dict[str, np.ndarray] = {}
     state = empty_caches(graph, 1, CAPACITY)
-    for begin, end, slots in ((0, first, 0), (first, total, drafter.config.block - 1)):
+    for begin, end, slots in ((0, first, 0), (first, total, block - 1)):
         feeds = {
             "features": features[:, begin:end],
             "accepted": np.array([end - begin], np.int32),
@@ -91,7 +89,9 @@ def test_shipped_drafter(smollm2: tuple[TargetCheckpoint, DrafterCheckpoint]) ->
     features = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     sizes = {"block": drafter.config.block, "mask": drafter.config.mask_id}
     folder = Path(drafter.tensors.origin)
-    states, drafts = reference_states(folder, target, features, 28, sizes)
+    states, _ = reference_states(folder, target, features, 28, sizes)
     my_states, my_drafts = ours(target, drafter, features, 28)
     np.testing.assert_allclose(my_states, states, atol=2e-3)
-    np.testing.assert_array_equal(my_drafts, drafts)
+    ids = drafted_ids(drafter.tensors, drafter.config.draft_vocab_size, target.config.token_count)
+    head = target.tensors.read(target.config.lm_head)[ids]
+    np.testing.assert_array_equal(my_drafts, ids[(states @ head.T).argmax(-1)])
