@@ -27,8 +27,7 @@ def reference_states(
     """Final states and draft tokens of one block behind `features`, by the authors' model."""
     model = reference.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
     embedding = torch.from_numpy(target.tensors.read("model.embed_tokens.weight").copy())
-    head = "model.embed_tokens.weight" if target.config.tied_embeddings else "lm_head.weight"
-    lm_head = torch.from_numpy(target.tensors.read(head).copy())
+    lm_head = torch.from_numpy(target.tensors.read(target.config.lm_head).copy())
     context, block = features.shape[1], config["block"]
     ids = torch.full((1, block), config["mask"])
     ids[0, 0] = anchor

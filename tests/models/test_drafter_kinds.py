@@ -13,6 +13,7 @@ from dflash_trt.checkpoints import open_drafter, open_target
 from dflash_trt.checkpoints.weights import WeightLoader
 from dflash_trt.engines.build import BuildOptions, source_graphs
 from dflash_trt.models.dflash import drafter_graph
+from dflash_trt.models.graph import SourceGraph
 from tests import tiny
 from tests.models.test_dflash import CAPACITY, ours, reference_states
 from tests.models.test_llama import empty_caches, run_source
@@ -120,13 +121,8 @@ def zlab_drafter_of_a_part(folder: Path) -> np.ndarray:
     return ids
 
 
-def test_a_part_of_the_targets_lm_head(tmp_path: Path) -> None:
-    """Without an lm_head of its own it chooses the best of its tokens by the target's."""
-    target = open_target(tiny.tiny_target(tmp_path / "target"))
-    ids = zlab_drafter_of_a_part(tmp_path / "drafter")
-    options = BuildOptions("t", block=8, max_seq_len=CAPACITY - 8)
-    sources = source_graphs(target, open_drafter(tmp_path / "drafter"), options)
-    assert "lm_head.weight" not in sources.drafter.weight_names
+def first_block(graph: SourceGraph, loader: WeightLoader) -> dict[str, np.ndarray]:
+    """What a drafter gives for a block behind nine rows of random features."""
     features = np.random.default_rng(0).standard_normal((1, 9, 3 * tiny.HIDDEN))
     feeds = {
         "features": features.astype(np.float32),
@@ -134,9 +130,19 @@ def test_a_part_of_the_targets_lm_head(tmp_path: Path) -> None:
         "context": np.array([9], np.int32),
         "anchor": np.array([42]),
         "masks": np.full((1, 7), tiny.MASK_ID),
-        **empty_caches(sources.drafter, 1, CAPACITY),
+        **empty_caches(graph, 1, CAPACITY),
     }
-    got = run_source(sources.drafter, sources.loader, feeds)
+    return run_source(graph, loader, feeds)
+
+
+def test_a_part_of_the_targets_lm_head(tmp_path: Path) -> None:
+    """Without an lm_head of its own it chooses the best of its tokens by the target's."""
+    target = open_target(tiny.tiny_target(tmp_path / "target"))
+    ids = zlab_drafter_of_a_part(tmp_path / "drafter")
+    options = BuildOptions("t", block=8, max_seq_len=CAPACITY - 8)
+    sources = source_graphs(target, open_drafter(tmp_path / "drafter"), options)
+    assert "lm_head.weight" not in sources.drafter.weight_names
+    got = first_block(sources.drafter, sources.loader)
     logits = got["hidden"][0] @ target.tensors.read(target.config.lm_head).T
     assert not np.isin(logits.argmax(-1), ids).all()
     np.testing.assert_array_equal(got["tokens"][0, 1:], ids[logits[:, ids].argmax(-1)])
@@ -158,16 +164,7 @@ def test_speculators_drafter_proposes_target_ids(tmp_path: Path, passes: int) ->
     )
     loader.check(graph.weights)
     assert not {"lm_head.weight", "embed_tokens.weight"} & graph.weight_names
-    features = np.random.default_rng(0).standard_normal((1, 9, 3 * tiny.HIDDEN))
-    feeds = {
-        "features": features.astype(np.float32),
-        "accepted": np.array([9], np.int32),
-        "context": np.array([9], np.int32),
-        "anchor": np.array([42]),
-        "masks": np.full((1, 7), tiny.MASK_ID),
-        **empty_caches(graph, 1, CAPACITY),
-    }
-    got = run_source(graph, loader, feeds)
+    got = first_block(graph, loader)
     best = (got["hidden"][0] @ tensors["lm_head.weight"].T).argmax(-1)
     expected = best + tensors["d2t"][best]
     drafts = got["tokens"][0, 1:]
