@@ -130,3 +130,15 @@ def test_a_killed_download_goes_on_and_is_checked(hub: Hub) -> None:
     again = python(hub, "-c", DOWNLOAD)
     assert again.returncode == 0, again.stderr
     assert hub.ranges == [(TARGET, f"bytes={PIECE}-"), (TARGET, "")]
+
+
+def test_a_part_that_is_longer_than_its_file_is_begun_anew(hub: Hub) -> None:
+    assert python(hub, "-c", DOWNLOAD).returncode != 0
+    [part] = begun(hub)
+    with part.open("ab") as file:
+        file.truncate(10 * PIECE)
+    hub.cut = ""
+    hub.ranges.clear()
+    again = python(hub, "-c", DOWNLOAD)
+    assert again.returncode == 0, again.stderr
+    assert hub.ranges == [(TARGET, "")]
